@@ -1,0 +1,244 @@
+"""Multi-head attention over PyTorch's fused kernel: grouped keys, rotary positions and a key-value cache.
+
+Masks follow one convention everywhere in this project: boolean, **True where a query may look at a key**, of
+any shape that broadcasts to (batch, heads, queries, keys); a floating-point mask is added to the scores
+instead. A query that may look at nothing gets a zero vector, never NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Rotary = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+"""Turns queries (B, H, T, D) and keys (B, G, T, D) whose first position is the given offset."""
+
+
+def causal_mask(queries: int, keys: int, device: torch.device | str | None = None) -> Tensor:
+    """True where the key is not later than the query, (queries, keys); the last query sees every key.
+
+    With more keys than queries the surplus keys lie in the past (a cache), so query i stands at position
+    `keys - queries + i`.
+    """
+    position = torch.arange(keys - queries, keys, device=device)
+    return torch.arange(keys, device=device) <= position[:, None]
+
+
+def padding_mask(valid: Tensor) -> Tensor:
+    """Key mask (B, 1, 1, T) of `valid` (B, T), True at real positions."""
+    return valid[:, None, None, :]
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    *,
+    causal: bool = False,
+    dropout: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """Scaled dot-product attention in which a query without any visible key gives zeros.
+
+    Shapes: query (B, H, Q, D), key (B, G, K, D), value (B, G, K, Dv) with H a multiple of G; mask as in the
+    module's docstring. Returns (B, H, Q, Dv). `causal` (which cannot be combined with a mask) needs Q = K and
+    lets the kernel skip the upper triangle. `dropout` acts on the attention weights: pass 0 outside training.
+    """
+    empty = None
+    if mask is not None:
+        if causal:
+            raise ValueError("give a mask or causal=True, not both; join them as causal_mask(...) & mask")
+        if mask.dtype == torch.bool:
+            empty = ~mask.any(-1, keepdim=True)
+            mask = mask | empty  # such a row attends somewhere harmless and is blanked below
+        else:
+            empty = mask.isneginf().all(-1, keepdim=True)
+            mask = mask.masked_fill(empty, 0.0).to(query.dtype)
+    out = F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=causal,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out if empty is None else out.masked_fill(empty, 0.0)
+
+
+@dataclass
+class KVCache:
+    """Keys and values of the positions seen so far, (B, G, T, D) each; empty at first."""
+
+    key: Tensor | None = None
+    value: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """Number of positions kept."""
+        return 0 if self.key is None else self.key.shape[2]
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds new positions at the end and returns all of them."""
+        if self.key is None or self.value is None:
+            self.key, self.value = key, value
+        else:
+            self.key = torch.cat([self.key, key], dim=2)
+            self.value = torch.cat([self.value, value], dim=2)
+        return self.key, self.value
+
+    def select(self, rows: Tensor) -> None:
+        """Keeps (or repeats) batch rows (R,), as a beam search does when it reorders its beams."""
+        if self.key is not None and self.value is not None:
+            self.key, self.value = self.key[rows], self.value[rows]
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotary position embedding (arXiv:2104.09864): plane i of a head turns by `position * frequency[i]`.
+
+    Coordinates i and i + D/2 form plane i (the layout of Llama checkpoints). Angles are computed in float32
+    whatever the dtype of model and activations, because bfloat16 cannot hold positions above 256.
+
+    Args:
+        head_dim: width D of a head; even.
+        base: frequencies are `base ** (-2 i / D)`.
+        frequencies: replaces that ladder; (D/2,) for all heads, or (heads, D/2) for one ladder a query head.
+            With grouped keys the heads of one group must share a ladder.
+    """
+
+    frequencies: Tensor
+
+    def __init__(self, head_dim: int, base: float = 10_000.0, frequencies: Tensor | None = None) -> None:
+        super().__init__()
+        if head_dim % 2:
+            raise ValueError(f"rotary positions need an even head width, got {head_dim}")
+        if frequencies is None:
+            frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+        if frequencies.shape[-1] != head_dim // 2:
+            raise ValueError(f"{head_dim // 2} planes need as many frequencies, got {frequencies.shape[-1]}")
+        self.register_buffer("frequencies", frequencies.float(), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
+        exact = self.frequencies
+        super()._apply(fn, recurse)
+        self.frequencies = exact.to(self.frequencies.device)  # follows the device, never a lower precision
+        return self
+
+    def tables(self, length: int, offset: int = 0) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, (length, D/2) or (heads, length, D/2), float32."""
+        position = torch.arange(offset, offset + length, device=self.frequencies.device, dtype=torch.float32)
+        angle = position[:, None] * self.frequencies[..., None, :]
+        return angle.cos(), angle.sin()
+
+    def forward(self, query: Tensor, key: Tensor, offset: int = 0) -> tuple[Tensor, Tensor]:
+        """Turned queries (B, H, T, D) and keys (B, G, T, D), in their own dtype."""
+        cos, sin = self.tables(query.shape[2], offset)
+        if cos.dim() == 2 or query.shape[1] == key.shape[1]:
+            return rotate(query, cos, sin), rotate(key, cos, sin)
+        group = query.shape[1] // key.shape[1]
+        ladders = self.frequencies.unflatten(0, (-1, group))
+        if not torch.equal(ladders, ladders[:, :1].expand_as(ladders)):
+            raise ValueError("query heads that share a key head must share their rotary frequencies")
+        return rotate(query, cos, sin), rotate(key, cos[::group], sin[::group])
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns each plane of x (..., T, D) by the angles of the tables (..., T, D/2)."""
+    first, second = x.to(torch.promote_types(x.dtype, cos.dtype)).chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+class MultiHeadAttention(nn.Module):
+    """Self- or cross-attention with optional grouped keys (arXiv:2305.13245).
+
+    Args:
+        dim: width of the input and output.
+        heads: query heads; must divide `dim`.
+        kv_heads: key/value heads, a divisor of `heads`; None means as many as `heads`.
+        dropout: on the attention weights.
+        bias: whether the four projections have one.
+    """
+
+    def __init__(
+        self, dim: int, heads: int, kv_heads: int | None = None, dropout: float = 0.0, *, bias: bool = True
+    ) -> None:
+        super().__init__()
+        kv_heads = kv_heads or heads
+        if dim % heads:
+            raise ValueError(f"{heads} heads do not divide a width of {dim}")
+        if heads % kv_heads:
+            raise ValueError(f"{kv_heads} key heads do not divide {heads} query heads")
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, dim // heads
+        self.dropout = dropout
+        self.query = nn.Linear(dim, dim, bias=bias)
+        self.key_value = nn.Linear(dim, 2 * kv_heads * self.head_dim, bias=bias)
+        self.output = nn.Linear(dim, dim, bias=bias)
+
+    def _project_memory(self, memory: Tensor) -> tuple[Tensor, Tensor]:
+        key, value = self.key_value(memory).chunk(2, dim=-1)
+        shape = (self.kv_heads, self.head_dim)
+        return key.unflatten(-1, shape).transpose(1, 2), value.unflatten(-1, shape).transpose(1, 2)
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor | None = None,
+        mask: Tensor | None = None,
+        rotary: Rotary | None = None,
+        cache: KVCache | None = None,
+        *,
+        causal: bool = False,
+    ) -> Tensor:
+        """Attends from x (B, T, dim) to itself, or to memory (M, S, dim); returns (B, T, dim).
+
+        Self-attention: `cache` holds the earlier positions and receives the new ones; masks then span cached
+        and new keys. `causal=True` stands for `causal_mask` and joins a given mask.
+
+        Cross-attention: keys and values of the memory are computed once and kept in `cache`. B may be a
+        multiple n of M (n beams a row, adjacent): the beams share their row's memory without copying it, and
+        the mask must be the same for all queries. `rotary` and `causal` concern self-attention only.
+        """
+        batch, length, _ = x.shape
+        query = self.query(x).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)  # (B, H, T, D)
+        if memory is None:
+            key, value = self._project_memory(x)
+            offset = cache.length if cache is not None else 0
+            if rotary is not None:
+                query, key = rotary(query, key, offset)
+            if cache is not None:
+                key, value = cache.append(key, value)
+            if causal and length == 1:
+                causal = False  # the only query is the latest position: it sees every key
+            elif causal and (mask is not None or offset):
+                triangle = causal_mask(length, key.shape[2], x.device)
+                if mask is None:
+                    mask = triangle
+                else:
+                    mask = triangle & mask if mask.dtype == torch.bool else mask.where(triangle, -torch.inf)
+                causal = False
+            beams = 1
+        else:
+            if cache is not None and cache.key is not None and cache.value is not None:
+                key, value = cache.key, cache.value
+            else:
+                key, value = self._project_memory(memory)
+                if cache is not None:
+                    cache.append(key, value)
+            rows = key.shape[0]
+            if batch % rows:
+                raise ValueError(f"{batch} query rows are no multiple of {rows} memory rows")
+            beams = batch // rows
+            # Beams of one row become more queries of that row.
+            query = query.unflatten(0, (rows, beams)).transpose(1, 2).flatten(2, 3)  # (M, H, n*T, D)
+        causal = causal and memory is None
+        dropout = self.dropout if self.training else 0.0
+        out = attend(query, key, value, mask, causal=causal, dropout=dropout)
+        if beams > 1:
+            out = out.unflatten(2, (beams, length)).transpose(1, 2).flatten(0, 1)
+        return self.output(out.transpose(1, 2).flatten(2))
