@@ -1,3 +1,3 @@
-"""Runnable machine-learning papers, with evidence of what really ran."""
+"""auto-research: papers made runnable, proven on the accelerator they claim, improved by controlled experiments."""
 
 __version__ = "0.1.0"

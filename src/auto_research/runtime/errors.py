@@ -1,8 +1,8 @@
 """Errors that a user can act on.
 
 Every error that a user can cause is a :class:`UserError` whose text is one sentence: what was wrong and
-what to do. The command line prints that sentence, without a traceback, and exits with code 2. Everything
-else is a fault of the program and keeps its traceback.
+what to do. The command line prints that sentence, without a traceback, and exits with :data:`EXIT_CODE`.
+Everything else is a fault of the program and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["DeviceAbsent", "MissingCheckpoint", "MissingData", "UserError", "nearest"]
+__all__ = ["EXIT_CODE", "DeviceAbsent", "MissingCheckpoint", "MissingData", "UserError", "nearest"]
 
 EXIT_CODE = 2
 """Exit code of the command line for a :class:`UserError`."""
@@ -20,20 +20,34 @@ class UserError(Exception):
     """Something the user can put right; ``str(error)`` is the sentence to show."""
 
 
-class MissingData(UserError):
+class _Missing(UserError):
+    """Something that has to be fetched first; ``str(error)`` is the message alone."""
+
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(name, message)  # both in ``args``, so that the error survives pickling
+        self.name = name
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class MissingData(_Missing):
     """A data set is not on this machine; the message names the command that fetches it."""
 
-    def __init__(self, dataset: str, message: str) -> None:
-        super().__init__(message)
-        self.dataset = dataset
+    @property
+    def dataset(self) -> str:
+        """Name of the data set in the catalogue."""
+        return self.name
 
 
-class MissingCheckpoint(UserError):
+class MissingCheckpoint(_Missing):
     """A checkpoint is not on this machine; the message names the command that prepares it."""
 
-    def __init__(self, checkpoint: str, message: str) -> None:
-        super().__init__(message)
-        self.checkpoint = checkpoint
+    @property
+    def checkpoint(self) -> str:
+        """Name of the checkpoint, as in ``checkpoints.resolve``."""
+        return self.name
 
 
 class DeviceAbsent(UserError):

@@ -1,0 +1,1 @@
+"""A virtual CUDA device for PyTorch on a CPU-only build."""
