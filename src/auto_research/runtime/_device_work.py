@@ -7,15 +7,13 @@ copy or factory, plain compute, a matrix product) is worked out once and remembe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
-
-aten = torch.ops.aten
 
 Flops = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
 """(args, kwargs, result) to floating-point operations."""
@@ -41,63 +39,170 @@ class Kind:
     flops: Flops | None
 
 
-# Results that only repeat or create values. Random and constant fills are found by their schema: they have
-# no tensor input.
+# Views that their schema does not mark as such.
+VIEWS = {"_unsafe_view", "lift", "lift_fresh"}
+
+# Operations with a tensor input whose results only repeat or create values. Factories proper need no entry:
+# they have no tensor input.
 MOVES = {
-    "_to_copy", "alias_copy", "clone", "contiguous", "copy", "copy_", "detach_copy", "fill", "fill_", "zero_",
-    "zero", "resize_", "set_", "lift", "lift_fresh", "lift_fresh_copy", "_foreach_copy_", "_foreach_zero_",
-    "_pin_memory", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
-    "randint_like", "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "normal_",
-    "uniform_", "random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_",
-    "_local_scalar_dense", "record_stream", "_has_compatible_shallow_copy_type",
+    "_copy_from", "_copy_from_and_resize", "_foreach_copy_", "_foreach_zero_", "_local_scalar_dense",
+    "_pin_memory", "_to_copy", "alias_copy", "bernoulli_", "cauchy_", "clone", "copy", "copy_", "detach_copy",
+    "empty_like", "exponential_", "fill", "fill_", "full_like", "geometric_", "log_normal_", "new_empty",
+    "new_empty_strided", "new_full", "new_ones", "new_zeros", "normal_", "ones_like", "rand_like",
+    "randint_like", "randn_like", "random_", "record_stream", "resize_", "set_", "uniform_", "zero", "zero_",
+    "zeros_like",
 }  # fmt: skip
 
 
-def _product(a: Any, b: Any) -> int:
-    """FLOPs of (..., M, K) times (..., K, N), batch dimensions taken from the first factor."""
+def _product(a: torch.Tensor, b: torch.Tensor) -> int:
+    """FLOPs of (..., M, K) times (..., K, N) or (K,); batch dimensions are those of ``a``."""
     return 2 * a.numel() * (b.shape[-1] if b.dim() > 1 else 1)
 
 
-def _recurrent(args: tuple[Any, ...], batch_first: bool) -> int:
-    """FLOPs of a fused RNN: every weight matrix meets every (step, sequence) row once."""
-    rows = math.prod(args[0].shape[:-1])
-    return sum(2 * rows * weight.numel() for weight in args[1] if weight.dim() == 2)
-
-
-def _flash_cpu(args: tuple[Any, ...], backward: bool) -> int:
-    """FLOPs of scaled dot-product attention on the CPU: query, key, value are (B, H, T, D)."""
-    query, key, value = args[1:4] if backward else args[:3]
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
+    """FLOPs of scaled dot-product attention; query, key and value are (B, H, T, D)."""
     batch, heads, length, depth = query.shape
-    forward = 2 * batch * heads * length * key.shape[-2] * (depth + value.shape[-1])
-    return forward * 5 // 2 if backward else forward
+    return 2 * batch * heads * length * key.shape[-2] * (depth + value.shape[-1])
 
 
-_OWN_FLOPS: dict[str, Flops] = {
-    "mm": lambda args, kwargs, result: _product(args[0], args[1]),
-    "bmm": lambda args, kwargs, result: _product(args[0], args[1]),
-    "mv": lambda args, kwargs, result: _product(args[0], args[1]),
-    "dot": lambda args, kwargs, result: _product(args[0], args[1]),
-    "addmm": lambda args, kwargs, result: _product(args[1], args[2]),
-    "addmv": lambda args, kwargs, result: _product(args[1], args[2]),
-    "baddbmm": lambda args, kwargs, result: _product(args[1], args[2]),
-    "addbmm": lambda args, kwargs, result: _product(args[1], args[2]),
-    "_int_mm": lambda args, kwargs, result: _product(args[0], args[1]),
-    "_scaled_mm": lambda args, kwargs, result: _product(args[0], args[1]),
-    "_addmm_activation": lambda args, kwargs, result: _product(args[1], args[2]),
-    "_weight_int8pack_mm": lambda args, kwargs, result: 2 * args[0].numel() * result.shape[-1],
-    "_weight_int4pack_mm": lambda args, kwargs, result: 2 * args[0].numel() * result.shape[-1],
-    "linear": lambda args, kwargs, result: 2 * args[0].numel() * result.shape[-1],
-    "_grouped_mm": lambda args, kwargs, result: 2 * args[0].numel() * result.shape[-1],
-    "_scaled_dot_product_flash_attention_for_cpu": lambda args, kwargs, result: _flash_cpu(args, False),
-    "_scaled_dot_product_flash_attention_for_cpu_backward": lambda args, kwargs, result: _flash_cpu(args, True),
-    "_cudnn_rnn": lambda args, kwargs, result: _recurrent(args, False),
+def _recurrent(inputs: torch.Tensor, weights: Iterable[torch.Tensor]) -> int:
+    """FLOPs of a fused recurrent layer: every weight matrix meets every (step, sequence) row once."""
+    rows = math.prod(inputs.shape[:-1])
+    return sum(2 * rows * weight.numel() for weight in weights if weight.dim() == 2)
+
+
+def _packed(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """FLOPs of (..., K) times a weight in a packed layout giving (..., N)."""
+    return 2 * args[0].numel() * result.shape[-1]
+
+
+# By operation name. The frequent ones are here to be quick; the others are missing from torch's registry.
+FLOPS: dict[str, Flops] = {
+    **dict.fromkeys(("mm", "bmm", "mv", "dot", "_int_mm"), lambda args, kwargs, result: _product(*args[:2])),
+    **dict.fromkeys(
+        ("addmm", "addmv", "baddbmm", "addbmm", "_addmm_activation", "addmm_", "baddbmm_"),
+        lambda args, kwargs, result: _product(*args[1:3]),
+    ),
+    **dict.fromkeys(("linear", "_weight_int8pack_mm", "_weight_int4pack_mm", "_grouped_mm"), _packed),
+    "_scaled_dot_product_flash_attention_for_cpu": lambda args, kwargs, result: _attention(*args[:3]),
+    # Five products instead of two: the scores once more, then four gradients.
+    "_scaled_dot_product_flash_attention_for_cpu_backward": (
+        lambda args, kwargs, result: _attention(*args[1:4]) * 5 // 2
+    ),
+    "_cudnn_rnn": lambda args, kwargs, result: _recurrent(args[0], args[1]),
+    "_cudnn_rnn_backward": lambda args, kwargs, result: 2 * _recurrent(args[0], args[1]),
+    "mkldnn_rnn_layer": lambda args, kwargs, result: _recurrent(args[0], args[1:3]),
+    "mkldnn_rnn_layer_backward": lambda args, kwargs, result: 2 * _recurrent(args[0], args[1:3]),
 }
 
 
 def _registered(formula: Callable[..., int]) -> Flops:
-    """One of torch's own formulas; what it cannot work out counts as no matrix product."""
+    """A formula of torch's registry in our form."""
+    return lambda args, kwargs, result: int(formula(*args, **kwargs, out_val=result))
 
-    def flops(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-        return int(formula(*args, **kwargs, out_val=result))
 
-    return flops
+def classify(func: Any) -> Kind:
+    """Work out from its name and schema what an overload does."""
+    schema = getattr(func, "_schema", None)
+    if schema is None:  # a higher-order operator: what it calls is counted where it is dispatched
+        return Kind(view=True, computes=False, fresh=False, flops=None)
+    name = schema.name.rpartition("::")[2]
+    aliases = [result.alias_info for result in schema.returns]
+    view = name in VIEWS or any(alias is not None and not alias.is_write for alias in aliases)
+    flops = FLOPS.get(name)
+    if flops is None and (formula := flop_registry.get(getattr(func, "overloadpacket", None))) is not None:
+        flops = _registered(formula)
+    takes_tensor = any("Tensor" in str(argument.type) for argument in schema.arguments)
+    return Kind(
+        view=view,
+        computes=takes_tensor and name not in MOVES,
+        fresh=bool(aliases) and all(alias is None for alias in aliases),
+        flops=flops,
+    )
+
+
+class Work(TorchDispatchMode):
+    """Counts per device type what is dispatched while it is active; autograd's threads inherit it."""
+
+    # Higher-order operators come here too and pass through; without this they would raise.
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, Counts] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if kwargs is None:
+            kwargs = {}
+        result = func(*args, **kwargs)
+        kind = _kinds.get(func)
+        if kind is None:
+            kind = _kinds[func] = classify(func)
+        if kind.view:
+            return result
+        if isinstance(result, torch.Tensor):
+            count = self._on(result)
+            count.operations += 1
+            size = result.numel()
+            if kind.computes:
+                count.elements += size
+                if kind.flops is not None:
+                    count.flops += kind.flops(args, kwargs, result)
+            if kind.fresh:
+                count.bytes += size * result.element_size()
+        else:
+            self._several(kind, args, kwargs, result)
+        return result
+
+    def _several(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Operations that return several tensors, or change a list of them in place and return nothing."""
+        tensors = _tensors(result) or _tensors(args[:1])
+        if not tensors:
+            return
+        first = self._on(tensors[0])
+        first.operations += 1
+        if kind.computes and kind.flops is not None:
+            first.flops += kind.flops(args, kwargs, result)
+        for tensor in tensors:
+            count = self._on(tensor)
+            if kind.computes:
+                count.elements += tensor.numel()
+            if kind.fresh and result is not None:
+                count.bytes += tensor.numel() * tensor.element_size()
+
+    def _on(self, tensor: torch.Tensor) -> Counts:
+        device = tensor.device.type
+        count = self.counts.get(device)
+        if count is None:
+            count = self.counts[device] = Counts()
+        return count
+
+
+_kinds: dict[Any, Kind] = {}
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors in a value or in lists and tuples of values, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []
+
+
+def reset_peaks() -> None:
+    """Start the peak-memory statistics of every CUDA device in use anew."""
+    for index in _cuda_devices():
+        torch.cuda.reset_peak_memory_stats(index)
+
+
+def peak_bytes() -> dict[str, int]:
+    """Peak bytes of tensors per CUDA device since :func:`reset_peaks`; empty while CUDA is unused."""
+    return {f"cuda:{index}": int(torch.cuda.max_memory_allocated(index)) for index in _cuda_devices()}
+
+
+def _cuda_devices() -> range:
+    in_use = torch.backends.cuda.is_built() and torch.cuda.is_initialized()
+    return range(torch.cuda.device_count() if in_use else 0)

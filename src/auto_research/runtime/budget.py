@@ -59,7 +59,7 @@ class Overrides:
         self.key = key
         self.documented = {variable_name(key, name): meaning for name, meaning in documented.items()}
         prefix = variable_name(key)
-        others = tuple(other for other in map(variable_name, other_keys) if other.startswith(prefix) and other != prefix)
+        others = tuple(o for o in map(variable_name, other_keys) if o.startswith(prefix) and o != prefix)
         self._values: dict[str, int] = {}
         self._used: dict[str, int] = {}
         for variable, text in sorted((os.environ if environ is None else environ).items()):
@@ -70,7 +70,7 @@ class Overrides:
                 raise UserError(f"{variable} is not an override of {key}.{hint} {self._help()}")
 
     def get(self, name: str) -> int | None:
-        """The value set for an override, or ``None`` when it is not set or the adapter has no such override."""
+        """The value set for an override; ``None`` when it is not set or the adapter has no such override."""
         variable = variable_name(self.key, name)
         value = self._values.get(variable)
         if value is not None:

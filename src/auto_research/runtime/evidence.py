@@ -56,7 +56,7 @@ def current_log() -> EvidenceLog | None:
     return EvidenceLog(path) if path else None
 
 
-class use_log:  # noqa: N801 - reads as a statement, like torch.no_grad
+class use_log:  # lower case: it reads as a statement, like torch.no_grad
     """Make ``path`` the log of this process, from now on or for the length of a ``with`` block.
 
     ``None`` puts the environment's log, if any, back in force. All threads share the log.
@@ -135,7 +135,8 @@ class DeviceWork:
 
     def counts(self) -> dict[str, dict[str, int]]:
         """Device type to its counts so far, as plain integers."""
-        return {} if self._work is None else {device: asdict(count) for device, count in self._work.counts.items()}
+        counts = {} if self._work is None else self._work.counts
+        return {device: asdict(count) for device, count in counts.items()}
 
 
 # ------------------------------------------------------------------------------------------------ verdict
@@ -178,9 +179,7 @@ def device_work_verdict(records: Iterable[Mapping[str, Any]], requested: str) ->
     calls = [str(record["resolved"]) for record in records if record.get("event") == "device_for"]
     if not any(call == requested if index else call.partition(":")[0] == kind for call in calls):
         others = f" (calls resolved to {', '.join(sorted(set(calls)))})" if calls else ""
-        return WorkVerdict(
-            "completed_without_device_call", f"no device_for call resolved to {requested}{others}"
-        )
+        return WorkVerdict("completed_without_device_call", f"no device_for call resolved to {requested}{others}")
     total: dict[str, int] = {"flops": 0, "elements": 0}
     here: dict[str, int] = {"flops": 0, "elements": 0, "bytes": 0}
     for record in records:
@@ -200,7 +199,5 @@ def device_work_verdict(records: Iterable[Mapping[str, Any]], requested: str) ->
         reason = f"{kind} did {share:.1%} of the compute ({measure}); the rest ran elsewhere"
         return WorkVerdict("resolved_without_device_work", reason, share, measure)
     if here["bytes"] <= 0:
-        return WorkVerdict(
-            "resolved_without_device_work", f"nothing was allocated on {kind}", share, measure
-        )
+        return WorkVerdict("resolved_without_device_work", f"nothing was allocated on {kind}", share, measure)
     return WorkVerdict("pass", f"{kind} did {share:.1%} of the compute ({measure})", share, measure)

@@ -259,7 +259,7 @@ def read_record(path: str | os.PathLike[str], model: type[RecordT]) -> RecordT:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"There is no file {path}: check the path, or run the command that writes it.") from None
+        raise UserError(f"There is no file {path}: check the path or run the command that writes it.") from None
     except OSError as error:
         raise _user_error(error, path, "read") from error
     except ValueError as error:
@@ -276,10 +276,14 @@ def read_record(path: str | os.PathLike[str], model: type[RecordT]) -> RecordT:
     try:
         return model.model_validate(raw)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"]) or "the record"
-        more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-        raise UserError(f"{path}: field {field}: {first['msg']}{more}; correct it or write the file anew.") from error
+        raise UserError(f"{path}: {_first_problem(error)}; correct it or write the file anew.") from error
+
+
+def _first_problem(error: ValidationError) -> str:
+    first = error.errors()[0]
+    field = ".".join(str(part) for part in first["loc"]) or "(the whole record)"
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    return f"field {field}: {first['msg']}{more}"
 
 
 # ------------------------------------------------------------------------------------------------- locking
