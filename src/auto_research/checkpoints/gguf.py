@@ -8,7 +8,7 @@ import importlib.metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from auto_research.checkpoints.store import build_once
+from auto_research.checkpoints.store import build_once, quiet
 from auto_research.runtime.cache import cache_folder
 from auto_research.runtime.errors import UserError
 
@@ -34,7 +34,8 @@ def converted(file: Path, entry: Entry) -> Path:
     def build(temporary: Path) -> None:
         if recorded is not None and _sha256(file) != recorded:
             raise UserError(f"{file} is damaged (its SHA-256 is not the one its package records); {_again(entry)}")
-        _convert(file, entry, temporary)
+        with quiet():
+            _convert(file, entry, temporary)
 
     return build_once(folder, build)
 

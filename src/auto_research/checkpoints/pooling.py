@@ -127,10 +127,13 @@ def encode_texts(
     if file is not None and (stored := _read_vectors(file, (len(texts), width))) is not None:
         return stored
     pool = masked_mean if pooling == "mean" else last_valid
-    vectors = torch.zeros(len(texts), width)
-    for rows, states, mask in _forward(resolved, texts, device, batch_size, max_length, dtype, layer=-1):
+    distinct = list(dict.fromkeys(texts))
+    row_of = {text: row for row, text in enumerate(distinct)}
+    vectors = torch.zeros(len(distinct), width)
+    for rows, states, mask in _forward(resolved, distinct, device, batch_size, max_length, dtype, layer=-1):
         pooled = pool(states.float(), mask)
         vectors[rows] = (functional.normalize(pooled, dim=-1) if normalise else pooled).cpu()
+    vectors = vectors[[row_of[text] for text in texts]]
     if file is not None:
         _write_vectors(file, vectors)
     return vectors
@@ -172,36 +175,27 @@ def _forward(
     max_length: int,
     dtype: torch.dtype | None,
     layer: int,
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield ``(rows (n,), states (b, t, D), mask (b, t))`` so that every text's row occurs exactly once.
+) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+    """Run the checkpoint over the texts, longest first; yield ``(rows, states (b, t, D), mask (b, t))``.
 
-    Equal texts share one forward row: ``rows`` then repeats states through an index, so n = b always holds.
+    ``rows`` says which b texts a batch holds; every text occurs in one batch. States stay on the device.
     """
     from auto_research.checkpoints.resolve import load_text_encoder
 
     if not texts:
         return
     model, tokenizer = load_text_encoder(resolved, device, dtype)
-    distinct = list(dict.fromkeys(texts))
-    index = {text: i for i, text in enumerate(distinct)}
-    members = torch.tensor([index[text] for text in texts])
     limit = min(max_length, int(tokenizer.model_max_length))
-    encoded = tokenizer([text or " " for text in distinct], truncation=True, max_length=limit)["input_ids"]
-    order = sorted(range(len(distinct)), key=lambda i: -len(encoded[i]))
+    encoded = tokenizer([text or " " for text in texts], truncation=True, max_length=limit)["input_ids"]
+    order = sorted(range(len(texts)), key=lambda row: -len(encoded[row]))
     for start in range(0, len(order), batch_size):
-        chosen = order[start : start + batch_size]
-        batch = tokenizer.pad(
-            {"input_ids": [encoded[i] for i in chosen]}, padding_side="right", return_tensors="pt"
-        ).to(device)
+        rows = order[start : start + batch_size]
+        ids = {"input_ids": [encoded[row] for row in rows]}
+        batch = tokenizer.pad(ids, padding_side="right", return_tensors="pt").to(device)
         with torch.inference_mode():
-            output = model(**batch, output_hidden_states=layer != -1, use_cache=False)
+            output = model(**batch, output_hidden_states=layer != -1)
             states = hidden_states(output if layer == -1 else output.hidden_states[layer])
-        place = torch.full((len(distinct),), -1)
-        place[torch.tensor(chosen)] = torch.arange(len(chosen))
-        at = place[members]
-        rows = (at >= 0).nonzero().flatten()
-        repeat = at[rows].to(device)
-        yield rows, states[repeat], batch["attention_mask"][repeat]
+        yield rows, states, batch["attention_mask"]
 
 
 def _width(resolved: Resolved) -> int:
@@ -239,6 +233,7 @@ def _read_vectors(file: Path, shape: tuple[int, int]) -> Tensor | None:
 
 def _write_vectors(file: Path, vectors: Tensor) -> None:
     """Write under a temporary name, then rename; a cache that cannot be written is only a slower run."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     temporary = file.with_name(f"{file.name}.{os.getpid()}.part")
@@ -246,6 +241,6 @@ def _write_vectors(file: Path, vectors: Tensor) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         save_file({"vectors": vectors}, temporary)
         temporary.replace(file)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         log.warning("cannot keep vectors in %s (%s); they will be computed again next time", file.parent, error)
         temporary.unlink(missing_ok=True)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from auto_research.checkpoints.store import check_folder, content_digest, is_complete, read_config
+from auto_research.checkpoints.store import check_folder, content_digest, is_complete, quiet, read_config
 from auto_research.runtime.errors import MissingCheckpoint, UserError, nearest
 
 if TYPE_CHECKING:
@@ -388,7 +388,7 @@ def load_vision_language(
     model = _load_model(resolved, "AutoModelForImageTextToText", head, device, dtype, frozen)
     from transformers import AutoProcessor
 
-    with _quiet(), _one_sentence(resolved, "processor"):
+    with quiet(), _one_sentence(resolved, "processor"):
         processor = AutoProcessor.from_pretrained(resolved.path, trust_remote_code=False, local_files_only=True)
     return model, processor
 
@@ -410,7 +410,7 @@ def _load_model(
     check_folder(resolved.path)
     known = "model_type" in read_config(resolved.path)
     cls = getattr(transformers, auto_class if known else explicit_class)
-    with _quiet(), _one_sentence(resolved, "model"):
+    with quiet(), _one_sentence(resolved, "model"):
         model, report = cls.from_pretrained(
             resolved.path,
             **({} if dtype is None else {"dtype": dtype}),
@@ -451,7 +451,7 @@ def _load_tokenizer(resolved: Resolved, model: Any) -> Any:
         named and "tokenizer_class" in read_config(resolved.path, "tokenizer_config.json")
     )
     cls = getattr(transformers, "AutoTokenizer" if auto else resolved.entry.tokenizer_class)
-    with _quiet(), _one_sentence(resolved, "tokenizer"):
+    with quiet(), _one_sentence(resolved, "tokenizer"):
         tokenizer = cls.from_pretrained(resolved.path, trust_remote_code=False, local_files_only=True)
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
@@ -484,19 +484,3 @@ def _one_sentence(resolved: Resolved, part: str) -> Iterator[None]:
 def _first_line(error: BaseException) -> str:
     line = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
     return line if len(line) <= 200 else line[:200] + "..."
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep Transformers' progress bars and load report off the terminal; problems are raised instead."""
-    from transformers.utils import logging
-
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()

@@ -10,14 +10,15 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from auto_research.runtime.cache import CACHE_VARIABLE
 from auto_research.runtime.errors import UserError
 
-__all__ = ["build_once", "check_folder", "content_digest", "is_complete", "read_config", "weight_files"]
+__all__ = ["build_once", "check_folder", "content_digest", "is_complete", "quiet", "read_config", "weight_files"]
 
 LOCK_SECONDS = 900.0
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt")
@@ -175,3 +176,19 @@ def _file_digest(file: Path) -> str:
         with file.open("rb") as stream:
             _digests[key] = hashlib.file_digest(stream, "sha256").hexdigest()
     return _digests[key]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep Transformers' progress bars and load report off the terminal; problems are raised instead."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
