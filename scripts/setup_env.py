@@ -59,7 +59,7 @@ def pip(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def main() -> None:
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036 - the caller's Python may be older than the project's
         fail(f"Python 3.11 or newer is needed and this is {sys.version.split()[0]}; set PYTHON=python3.11")
     if PYTHON.exists() and STAMP.exists() and STAMP.read_text() == fingerprint():
         return
@@ -79,7 +79,10 @@ def main() -> None:
     assert version is not None
     if tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
-        fail(f"torch {version} is present, {oldest} or newer is needed and an existing torch is never replaced; upgrade it yourself")
+        fail(
+            f"torch {version} is present and {oldest} or newer is needed; an existing torch is never replaced, "
+            "so upgrade it yourself or set PYTHON to a Python without it"
+        )
     print(f"installing the project beside torch {version} (kept as it is)", flush=True)
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraint:
         constraint.write(f"torch=={version}\n")

@@ -22,7 +22,7 @@ def _row(a: Adapter) -> dict[str, Any]:
         "family": card.family,
         "fidelity": card.fidelity,
         "datasets": card.datasets,
-        "checkpoints": {role: names for role, names in card.checkpoints.items()},
+        "checkpoints": dict(card.checkpoints),
         "overrides": {card.variable(name): meaning for name, meaning in card.overrides.items()},
         "claim": card.claim,
     }

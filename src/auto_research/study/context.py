@@ -168,7 +168,9 @@ class Study:
             stage.optimiser_steps += 1
 
         self.say(f"{name} ...")
-        current_log().append({"kind": "stage", "event": "start", "stage": name, "trains": trains})
+        log = current_log()
+        if log is not None:
+            log.append("stage_start", stage=name, trains=trains)
         handle = register_optimizer_step_post_hook(count)
         started = time.perf_counter()
         try:
@@ -176,16 +178,14 @@ class Study:
         finally:
             handle.remove()
             stage.seconds = time.perf_counter() - started
-            current_log().append(
-                {
-                    "kind": "stage",
-                    "event": "end",
-                    "stage": name,
-                    "trains": trains,
-                    "seconds": round(stage.seconds, 3),
-                    "optimiser_steps": stage.optimiser_steps,
-                }
-            )
+            if log is not None:
+                log.append(
+                    "stage_end",
+                    stage=name,
+                    trains=trains,
+                    seconds=round(stage.seconds, 3),
+                    optimiser_steps=stage.optimiser_steps,
+                )
         self.say(f"{name}: {stage.seconds:.1f} s, {stage.optimiser_steps} updates")
 
     # -- the comparison -----------------------------------------------------------------------------------------

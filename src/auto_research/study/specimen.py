@@ -34,7 +34,7 @@ class Specimen:
             then `why_no_padding` says why.
         change_later: the same batch in which only events later than what the scores may see were changed. None when
             the inputs have no time order; then `why_no_order` says why.
-        switches: option or ablation -> a model with only that changed.
+        switches: "option=value" (option as the card documents it) or an ablation -> a model with only that changed.
         frozen: parameters that may stay still, as prefix -> reason.
         batchwise: why scores depend on the other rows of a batch, where they truly do.
         overfit_steps, overfit_rate: updates within which the loss of one batch must halve.

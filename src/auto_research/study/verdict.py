@@ -111,7 +111,7 @@ def wins_seeds(method: str, baseline: str, metric: str, *, at_least: int, requir
 
 
 def mean_above(method: str, baseline: str, metric: str, *, required: bool = True) -> Clause:
-    """Holds when the mean over seeds is higher (a floor that must be cleared), is reversed when the interval is below."""
+    """Holds when the mean over seeds is higher (a floor to clear), is reversed when the interval lies below."""
 
     def decide(compare: Compare) -> tuple[State, str]:
         d = compare(method, baseline, metric)
