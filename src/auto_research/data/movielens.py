@@ -28,14 +28,12 @@ from auto_research.data.rows import (
 from auto_research.data.sequences import Ids, Interactions, ItemTable, UserTable
 from auto_research.runtime.errors import UserError
 
-# "Toy Story (1995)", "Fawlty Towers (1975-1979)", "Death Note (2006–2007)", "Fargo (2014-)"
-_YEAR = re.compile(r"\(([12][0-9]{3})(?:[-–](?:[0-9]{4})?)?\)\s*$")
+# "Toy Story (1995)", "Fawlty Towers (1975-1979)", "Fargo (2014-)", "The Land Before Time III (1995) (V)"
+_YEAR = re.compile(r"\(([12][0-9]{3})(?:[-–](?:[0-9]{4})?)?\)(?: \(V\))?\s*$")
 _NO_GENRE = "(no genres listed)"
 
 _STARS = Column("rating", "[1-5]", "a whole number of stars from 1 to 5")
-_HALF_STARS = Column(
-    "rating", r"0\.5|[1-4](?:\.[05])?|5(?:\.0)?", "a number of stars from 0.5 to 5 in steps of 0.5"
-)
+_HALF_STARS = Column("rating", r"0\.5|[1-4](?:\.[05])?|5(?:\.0)?", "a number of stars from 0.5 to 5 in steps of 0.5")
 
 
 def read_latest_small(folder: Path | str) -> Interactions:

@@ -195,7 +195,7 @@ def iter_csv(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, list[str
     import csv
     import io
 
-    reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
+    reader = csv.reader(io.StringIO(read_text(path).rstrip("\r\n"), newline=""), strict=True)
     line = 1
     try:
         header = next(reader)

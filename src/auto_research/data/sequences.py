@@ -10,6 +10,7 @@ Indices in these tables start at 0. *Inside models 0 is padding and item `i` is 
 from __future__ import annotations
 
 import hashlib
+import html
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -76,8 +77,8 @@ class ItemTable:
     def take(self, index: Ids) -> Self:
         """The rows `index (J,)`, in that order."""
 
-        def rows(column: list[str] | None) -> list[str] | None:
-            return None if column is None else [column[i] for i in index.tolist()]
+        def rows(column: list[str]) -> list[str]:
+            return [column[i] for i in index.tolist()]
 
         return replace(
             self,
@@ -85,9 +86,9 @@ class ItemTable:
             title=rows(self.title),
             genres=self.genres[index],
             year=self.year[index],
-            brand=rows(self.brand),
-            category=rows(self.category),
-            description=rows(self.description),
+            brand=None if self.brand is None else rows(self.brand),
+            category=None if self.category is None else rows(self.category),
+            description=None if self.description is None else rows(self.description),
             semantic_ids=None if self.semantic_ids is None else self.semantic_ids[index],
         )
 
@@ -95,7 +96,8 @@ class ItemTable:
         """One sentence an item, such as "Toy Story (1995); genres: Comedy, Children".
 
         `names` are taken from `TEXT_FIELDS`; without any, all of them that the data set has but the
-        description. An item without a value for a field leaves it out. UserError if the data set has no text.
+        description. An item without a value for a field leaves it out; HTML entities in published titles are
+        resolved. UserError if the data set has no text.
         """
         if not self.has_text:
             raise UserError(
@@ -109,13 +111,11 @@ class ItemTable:
                 raise UserError(f"This data set has no item {name}: leave that field out.")
         chosen = names or tuple(f for f in TEXT_FIELDS[:-1] if f in ("title", "genres") or getattr(self, f))
         columns = [self._labelled(name) for name in chosen]
-        return ["; ".join(part for part in parts if part) for parts in zip(*columns, strict=True)]
+        return [html.unescape("; ".join(filter(None, parts))) for parts in zip(*columns, strict=True)]
 
     def _labelled(self, name: str) -> list[str]:
         if name == "genres":
-            values = [
-                ", ".join(self.genre_names[g] for g in np.flatnonzero(row).tolist()) for row in self.genres
-            ]
+            values = [", ".join(self.genre_names[g] for g in np.flatnonzero(row).tolist()) for row in self.genres]
         else:
             values = getattr(self, name)
         return list(values) if name == "title" else [f"{name}: {v}" if v else "" for v in values]
@@ -332,7 +332,7 @@ class SequenceSplit:
         target[some] = self.items[end[some] - 1]
         kept = np.ones(len(self.items), dtype=bool)
         kept[end[some] - 1] = False
-        offsets = _offsets(end - begin - some)
+        offsets = offsets_of(end - begin - some)
         return Cases(np.arange(self.num_users, dtype=np.int64), self.items[kept], offsets, target)
 
     def padded(self, split: Split, max_length: int) -> tuple[Ids, Ids]:
@@ -360,7 +360,7 @@ class SequenceSplit:
             windows = np.minimum(windows, 1)
         row = np.repeat(np.arange(self.num_users), windows)
         # nth window of its user, counted from the end of the sequence
-        nth = np.arange(len(row)) - np.repeat(_offsets(windows)[:-1], windows)
+        nth = np.arange(len(row)) - np.repeat(offsets_of(windows)[:-1], windows)
         stop = end[row] - nth * max_length
         sequence = left_pad(self.items, begin[row], stop - 1, max_length)
         target = left_pad(self.items, begin[row] + 1, stop, max_length)
@@ -381,39 +381,57 @@ def left_pad(items: Ids, begin: Ids, end: Ids, max_length: int) -> Ids:
 def leave_one_out(interactions: Interactions, min_events: int = 3) -> SequenceSplit:
     """Split each user in time order: the last event is the test target, the one before it the validation target.
 
-    Events of one user at the same time are ordered as in the file. The history of a validation case is the
-    training sequence; that of a test case is the training sequence and the validation target. A user with fewer
-    than `min_events` (at least 3) events is not evaluated: all their events are training and both targets are -1.
+    Events of one user at the same time are ordered as in the file; one that repeats user, item and time of an
+    earlier event is left out, so that a target never stands in training at its own time. The history of a
+    validation case is the training sequence; that of a test case is the training sequence and the validation
+    target. A user with fewer than `min_events` (at least 3) events is not evaluated: all their events are training
+    and both targets are -1.
     """
     if min_events < 3:
         raise ValueError("leave_one_out needs min_events >= 3: one event each to train, validate and test")
+    interactions = _without_repeats(interactions)
     offsets, item = interactions.offsets, interactions.item
+    user = np.arange(interactions.num_users, dtype=np.int64)
     count = np.diff(offsets)
     evaluated = count >= min_events
-    user = np.arange(interactions.num_users, dtype=np.int64)
+    from_end = offsets[interactions.user + 1] - np.arange(len(item))  # 1 for a user's last event, 2 before it, ...
+    of_evaluated = evaluated[interactions.user]
 
-    def held_out(from_end: int) -> Ids:
-        target = np.full(len(user), -1, dtype=np.int64)
-        target[evaluated] = item[offsets[1:][evaluated] - from_end]
-        return target
+    def target(place: int) -> Ids:
+        chosen = np.full(len(user), -1, dtype=np.int64)
+        chosen[evaluated] = item[of_evaluated & (from_end == place)]
+        return chosen
 
-    rest = offsets[1:][interactions.user] - np.arange(len(item))  # 1 for a user's last event, 2 before it, ...
-    in_train = ~evaluated[interactions.user] | (rest > 2)
-    before_test = ~evaluated[interactions.user] | (rest > 1)
-    train, train_offsets = item[in_train], _offsets(count - 2 * evaluated)
+    in_train = ~of_evaluated | (from_end > 2)
+    before_test = ~of_evaluated | (from_end > 1)
+    train, train_offsets = item[in_train], offsets_of(count - 2 * evaluated)
     return SequenceSplit(
         name=interactions.name,
         items=train,
         offsets=train_offsets,
-        valid=Cases(user, train, train_offsets, held_out(2)),
-        test=Cases(user, item[before_test], _offsets(count - 1 * evaluated), held_out(1)),
+        valid=Cases(user, train, train_offsets, target(2)),
+        test=Cases(user, item[before_test], offsets_of(count - evaluated), target(1)),
         items_table=interactions.items,
         users=interactions.users,
         time=interactions.time[in_train],
     )
 
 
-def _offsets(lengths: Ids) -> Ids:
+def _without_repeats(interactions: Interactions) -> Interactions:
+    """Leave out events that repeat the user, item and time of an earlier one."""
+    key = (interactions.item, interactions.time, interactions.user)
+    order = np.lexsort(key)
+    same = np.ones(max(len(order) - 1, 0), dtype=bool)
+    for column in key:
+        same &= column[order][1:] == column[order][:-1]
+    if not same.any():
+        return interactions
+    keep = np.ones(len(order), dtype=bool)
+    keep[order[1:][same]] = False
+    return interactions.where(keep)
+
+
+def offsets_of(lengths: Ids) -> Ids:
     """CSR offsets `(U + 1,)` of sequences of `lengths (U,)`."""
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths, dtype=np.int64)])
 
