@@ -33,8 +33,9 @@ def imported_floors(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno} uses a relative import"
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            package = ["auto_research", *path.relative_to(SOURCE).parent.parts]
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            names = [".".join([*base, *filter(None, [node.module]), alias.name]) for alias in node.names]
         for name in names:
             parts = name.split(".")
             if parts[0] == "auto_research" and len(parts) > 1 and parts[1] in BELOW:

@@ -1,0 +1,119 @@
+"""Cards and discovery: what is refused, and how an outside package is found."""
+
+import sys
+import textwrap
+
+import pytest
+
+from auto_research.papers import _registry
+from auto_research.runtime.errors import UserError
+from auto_research.study.card import BrokenCard, read_card
+
+FRONT = """\
+---
+key: toy-paper
+title: A toy
+organisation: Nobody
+published: 2026-01-02
+family: toys
+fidelity: concept_demo
+datasets: [ml-latest-small]
+claim: it works
+---
+The page.
+"""
+
+
+def write(folder, text, name="toy.md"):
+    path = folder / name
+    path.write_text(textwrap.dedent(text), encoding="utf-8")
+    return path
+
+
+def test_a_card_and_its_page(tmp_path):
+    card, page = read_card(write(tmp_path, FRONT))
+    assert (card.key, card.published.year, page) == ("toy-paper", 2026, "The page.")
+    assert card.variable("RQVAE_STEPS") == "AUTO_RESEARCH_TOY_PAPER_RQVAE_STEPS"
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (("---\nkey", "key"), "must begin with YAML"),
+        (("claim: it works\n---", "claim: it works"), "no closing"),
+        (("key: toy-paper", "key: Toy_Paper"), "field 'key'"),
+        (("claim: it works", "claim: it works\nclaims: two"), "field 'claims'"),
+        (("fidelity: concept_demo", "fidelity: perfect"), "field 'fidelity'"),
+        (("datasets: [ml-latest-small]", "datasets: []"), "field 'datasets'"),
+        (("title: A toy", "title: [A toy"), "not valid YAML"),
+        (("claim: it works", "claim: it works\noverrides: {steps: few}"), "upper case"),
+    ],
+)
+def test_broken_cards_are_refused_in_one_sentence(tmp_path, change, message):
+    path = write(tmp_path, FRONT.replace(*change))
+    with pytest.raises(BrokenCard, match=message) as caught:
+        read_card(path)
+    assert "toy.md" in str(caught.value)
+
+
+def test_yaml_cannot_build_objects(tmp_path):
+    path = write(tmp_path, FRONT.replace("it works", "!!python/object/apply:os.getcwd []"))
+    with pytest.raises(BrokenCard):
+        read_card(path)
+
+
+def test_discovery_by_folder_and_flat_file(tmp_path):
+    (tmp_path / "family").mkdir()
+    write(tmp_path / "family", FRONT)
+    (tmp_path / "family" / "toy.py").write_text("def run(study): ...\n")
+    flat = FRONT.replace("toy-paper", "flat-one").replace("claim:", "entry: outside.family.flat:run_one\nclaim:")
+    write(tmp_path / "family", flat, "flat_one.md")
+    (tmp_path / "family" / "flat.py").write_text("def run_one(study): ...\ndef run_two(study): ...\n")
+    found = {a.key: a for a in _registry.discover(tmp_path, "outside")}
+    assert found["toy-paper"].entry == "outside.family.toy:run"
+    assert found["flat-one"].entry == "outside.family.flat:run_one"
+    assert found["flat-one"].source == tmp_path / "family" / "flat.py"
+
+
+def test_a_card_without_its_module_is_refused(tmp_path):
+    write(tmp_path, FRONT)
+    with pytest.raises(BrokenCard, match="one module and one card"):
+        _registry.discover(tmp_path, "outside")
+
+
+class _Entry:
+    name, value = "more", "outside_papers"
+
+
+@pytest.fixture
+def outside(tmp_path, monkeypatch):
+    root = tmp_path / "outside_papers"
+    root.mkdir()
+    (root / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(_registry, "entry_points", lambda group: [_Entry] if group == "auto_research.papers" else [])
+    _registry.adapters.cache_clear()
+    yield root
+    _registry.adapters.cache_clear()
+    sys.modules.pop("outside_papers", None)
+
+
+def test_entry_points_bring_papers(outside):
+    write(outside, FRONT)
+    (outside / "toy.py").write_text("def run(study):\n    return 'ran'\n")
+    assert _registry.adapter("toy-paper").load()(None) == "ran"
+
+
+def test_one_key_twice_is_refused(outside):
+    for name in ("toy", "again"):
+        write(outside, FRONT, f"{name}.md")
+        (outside / f"{name}.py").write_text("def run(study): ...\n")
+    with pytest.raises(BrokenCard, match="share key 'toy-paper'"):
+        _registry.adapters()
+
+
+def test_an_unknown_key_names_the_nearest(outside):
+    write(outside, FRONT)
+    (outside / "toy.py").write_text("def run(study): ...\n")
+    with pytest.raises(UserError, match="Did you mean 'toy-paper'"):
+        _registry.adapter("toy-papr")
