@@ -1,6 +1,7 @@
 """Attention against written-out loops, PyTorch's own module and its own step-by-step decoding."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,10 +20,8 @@ def attention_by_loops(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) 
         for h in range(query.shape[1]):
             for i in range(query.shape[2]):
                 seen = [j for j in range(key.shape[2]) if mask[b, h, i, j]]
-                scores = [
-                    float(query[b, h, i].double() @ key[b, h // group, j].double()) / math.sqrt(query.shape[3])
-                    for j in seen
-                ]
+                own = query[b, h, i].double() / math.sqrt(query.shape[3])
+                scores = [float(own @ key[b, h // group, j].double()) for j in seen]
                 total = sum(math.exp(s) for s in scores)
                 for j, s in zip(seen, scores):
                     out[b, h, i] += math.exp(s) / total * value[b, h // group, j].double()
@@ -135,7 +134,8 @@ def test_rotary_equals_complex_rotation_and_depends_on_distance_only() -> None:
     plane = torch.complex(query[..., :3].double(), query[..., 3:].double())
     angle = torch.arange(5.0)[:, None].double() * 100.0 ** (-torch.arange(3).double() / 3)
     expected = plane * torch.polar(torch.ones_like(angle), angle)
-    torch.testing.assert_close(turned.double(), torch.cat([expected.real, expected.imag], -1), rtol=1e-5, atol=1e-6)
+    written_out = torch.cat([expected.real, expected.imag], -1)
+    torch.testing.assert_close(turned.double(), written_out, rtol=1e-5, atol=1e-6)
     shifted, shifted_key = rotary(query, key, 40)
     torch.testing.assert_close(
         shifted @ shifted_key.transpose(2, 3), turned @ turned_key.transpose(2, 3), rtol=1e-4, atol=1e-4
@@ -147,7 +147,8 @@ def test_rotary_stays_exact_in_a_bfloat16_model() -> None:
     cos, _ = rotary.tables(2, offset=1001)
     low = RotaryEmbedding(8).bfloat16()
     assert torch.equal(low.tables(2, offset=1001)[0], cos)
-    assert low(torch.ones(1, 1, 2, 8).bfloat16(), torch.ones(1, 1, 2, 8).bfloat16())[0].dtype == torch.bfloat16
+    x = torch.ones(1, 1, 2, 8).bfloat16()
+    assert low(x, x)[0].dtype == torch.bfloat16
 
 
 def test_rotary_with_a_ladder_per_head_and_grouped_keys() -> None:
@@ -174,6 +175,6 @@ def test_rotary_with_a_ladder_per_head_and_grouped_keys() -> None:
         (lambda: RotaryEmbedding(4, frequencies=torch.ones(3)), "frequencies"),
     ],
 )
-def test_impossible_sizes_are_refused(build, word: str) -> None:
+def test_impossible_sizes_are_refused(build: Callable[[], nn.Module], word: str) -> None:
     with pytest.raises(ValueError, match=word):
         build()

@@ -1,5 +1,7 @@
 """Transformer stacks: causality, padding, caches, and agreement with PyTorch's own layer."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ from auto_research.layers.transformer import (
     FeedForward,
     TransformerBlock,
     TransformerEncoder,
+    TransformerStack,
     init_transformer,
     reorder_cache,
 )
@@ -51,8 +54,11 @@ def test_swiglu_is_written_out() -> None:
         FeedForward(3, 4, activation="swish")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("options", [{}, {"norm": "rms", "activation": "swiglu", "kv_heads": 1, "bias": False}])
-def test_no_position_sees_a_later_one(options) -> None:
+LLAMA = {"norm": "rms", "activation": "swiglu", "kv_heads": 1, "bias": False}
+
+
+@pytest.mark.parametrize("options", [{}, LLAMA])
+def test_no_position_sees_a_later_one(options: dict[str, Any]) -> None:
     stack = CausalTransformer(8, 2, 16, layers=2, **options).eval()
     x = torch.randn(2, 6, 8)
     changed = x.clone()
@@ -66,7 +72,7 @@ def test_no_position_sees_a_later_one(options) -> None:
 
 @pytest.mark.parametrize("kind", [CausalTransformer, TransformerEncoder])
 @pytest.mark.parametrize("norm_first", [True, False])
-def test_left_padding_changes_nothing(kind, norm_first: bool) -> None:
+def test_left_padding_changes_nothing(kind: type[TransformerStack], norm_first: bool) -> None:
     stack = kind(8, 2, 16, layers=2, norm_first=norm_first).eval()
     x = torch.randn(2, 4, 8)
     padded = torch.cat([torch.randn(2, 3, 8), x], dim=1)
