@@ -27,6 +27,7 @@ checkpoints: setup
 	$(BIN)/auto-research prepare smollm2-135m minilm
 
 docs: setup
+	$(BIN)/python -m pip install -q --disable-pip-version-check "mkdocs-material>=9.5"
 	$(BIN)/python scripts/build_docs.py
 
 clean:

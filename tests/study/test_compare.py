@@ -52,9 +52,7 @@ def test_pooled_auc_equals_mann_whitney_under_resampling(seed):
     label[:2] = [0, 1]
     unit = np.concatenate([np.zeros(2, int), rng.integers(0, units, n - 2)])
     drawn = np.concatenate([[0], rng.integers(0, units, units - 1)])
-    found = PooledAUC(torch.tensor(score), torch.tensor(label), torch.tensor(unit)).resample(
-        weights_of([drawn], units)
-    )
+    found = PooledAUC(torch.tensor(score), torch.tensor(label), torch.tensor(unit)).resample(weights_of([drawn], units))
     rows = np.concatenate([np.flatnonzero(unit == u) for u in drawn])
     positive, negative = score[rows][label[rows] == 1], score[rows][label[rows] == 0]
     expected = stats.mannwhitneyu(positive, negative).statistic / (len(positive) * len(negative))

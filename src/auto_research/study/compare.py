@@ -237,9 +237,7 @@ class Comparison:
                     note=variant.note,
                     parameters=trials[0].parameters,
                     mean=_finite({m: float(v.mean()) for m, v in stacked.items()}),
-                    deviation=_finite(
-                        {m: float(v.std()) if len(v) > 1 else float("nan") for m, v in stacked.items()}
-                    ),
+                    deviation=_finite({m: float(v.std()) if len(v) > 1 else float("nan") for m, v in stacked.items()}),
                     trials=[
                         TrialRecord(
                             seed=t.seed,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -70,9 +69,7 @@ def run_study(study: Study, entry: Any) -> StudyRecord:
     clock = time.perf_counter()
     comparison = entry(study)
     stages = [
-        StageRecord(
-            name=s.name, trains=s.trains, seconds=round(s.seconds, 3), optimiser_steps=s.optimiser_steps
-        )
+        StageRecord(name=s.name, trains=s.trains, seconds=round(s.seconds, 3), optimiser_steps=s.optimiser_steps)
         for s in study.stages
     ]
     idle = [s.name for s in stages if s.trains and s.optimiser_steps == 0]
@@ -109,10 +106,14 @@ def make_study(
     device: str = "auto",
     dataset_dir: Path | None = None,
     checkpoints: CheckpointChoice = "auto",
-    environ: Mapping[str, str] = os.environ,
+    environ: Mapping[str, str] | None = None,
+    other_keys: Sequence[str] = (),
     quiet: bool = False,
 ) -> Study:
-    """A study of `card`; documented overrides are read from `environ` and undocumented ones refused."""
+    """A study of `card`; documented overrides are read from the environment and undocumented ones refused.
+
+    `other_keys` are the keys of the other papers, whose overrides are not this paper's business.
+    """
     if dataset_dir is not None and not dataset_dir.is_dir():
         raise UserError(f"--dataset-dir {dataset_dir} is not a folder; name one that holds the data sets' folders")
     return Study(
@@ -122,7 +123,7 @@ def make_study(
         device=device,
         dataset_dir=dataset_dir,
         checkpoints=checkpoints,
-        overrides=Overrides(card.key, card.overrides, environ),
+        overrides=Overrides(card.key, card.overrides, environ, other_keys=other_keys),
         quiet=quiet,
     )
 
@@ -131,8 +132,8 @@ def run_adapter(payload: dict[str, Any]) -> dict[str, Any]:
     """Runs the adapter that `payload` names; called inside an isolated process.
 
     Payload fields: `card` (path), `entry` ("module:function"), `budget`, and optionally `seeds`, `device`,
-    `dataset_dir`, `checkpoints`, `evidence` (path of the log to append to), `quiet`. Returns the `StudyRecord`
-    as JSON values. The device-work record is written to the evidence log even when the adapter fails.
+    `dataset_dir`, `checkpoints`, `other_keys`, `evidence` (path of the log to append to), `quiet`. Returns the
+    `StudyRecord` as JSON values. The device-work record is written to the evidence log even when the adapter fails.
     """
     import importlib
 
@@ -145,6 +146,7 @@ def run_adapter(payload: dict[str, Any]) -> dict[str, Any]:
         device=payload.get("device", "auto"),
         dataset_dir=Path(payload["dataset_dir"]) if payload.get("dataset_dir") else None,
         checkpoints=payload.get("checkpoints", "auto"),
+        other_keys=payload.get("other_keys", ()),
         quiet=payload.get("quiet", False),
     )
     with use_log(Path(payload["evidence"]) if payload.get("evidence") else None):

@@ -72,9 +72,7 @@ class Clause:
 
 def _shown(d: Difference) -> str:
     relative = f", {d.relative:+.2%} relative" if d.relative is not None else ""
-    return (
-        f"{d.metric}: {d.mean:+.5f} [{d.low:+.5f}, {d.high:+.5f}]{relative}, better on {d.wins} of {d.seeds} seeds"
-    )
+    return f"{d.metric}: {d.mean:+.5f} [{d.low:+.5f}, {d.high:+.5f}]{relative}, better on {d.wins} of {d.seeds} seeds"
 
 
 def beats(method: str, baseline: str, metric: str, *, required: bool = True) -> Clause:
@@ -87,9 +85,7 @@ def beats(method: str, baseline: str, metric: str, *, required: bool = True) -> 
     return Clause(f"{method} beats {baseline} on {metric}", decide, required)
 
 
-def not_below(
-    method: str, baseline: str, metric: str, *, tolerance: float, required: bool = True
-) -> Clause:
+def not_below(method: str, baseline: str, metric: str, *, tolerance: float, required: bool = True) -> Clause:
     """Holds when the interval rules out a loss of more than `tolerance` (a share of the baseline's mean)."""
 
     def decide(compare: Compare) -> tuple[State, str]:

@@ -1,0 +1,143 @@
+"""Reproducing papers: each in a process of its own, each with a run folder that holds record, pages and log."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from auto_research.papers._registry import Adapter, adapters
+from auto_research.runtime.budget import Budget, Overrides
+from auto_research.runtime.device import resolve_device
+from auto_research.runtime.errors import UserError
+from auto_research.runtime.process import LANGUAGE_PRELOAD, Job, Outcome, run_isolated
+from auto_research.runtime.records import write_json_atomic, write_text_atomic
+from auto_research.runtime.versions import cores
+from auto_research.study.context import CheckpointChoice
+from auto_research.study.execute import StudyRecord
+from auto_research.study.report import html, markdown
+
+ENTRY = "auto_research.study.execute:run_adapter"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to reproduce and how; the same for every paper of one call."""
+
+    budget: Budget = "smoke"
+    seeds: tuple[int, ...] = ()
+    device: str = "auto"
+    dataset_dir: Path | None = None
+    checkpoints: CheckpointChoice = "auto"
+    timeout_s: float = 24 * 3600.0
+    workers: int = 1
+
+    def check(self, chosen: Sequence[Adapter]) -> None:
+        """Raises `UserError` for what would otherwise fail inside every process."""
+        resolve_device(self.device)
+        if self.workers < 1:
+            raise UserError(f"--workers {self.workers} is not a positive number of processes")
+        if len(set(self.seeds)) != len(self.seeds):
+            raise UserError(f"--seeds {','.join(map(str, self.seeds))} repeats a seed; a seed counts only once")
+        if self.dataset_dir is not None and not self.dataset_dir.is_dir():
+            raise UserError(f"--dataset-dir {self.dataset_dir} is not a folder; name the one that holds the data sets")
+        known = list(adapters())
+        for adapter in chosen:
+            Overrides(adapter.key, adapter.card.overrides, other_keys=known)
+
+
+@dataclass(frozen=True)
+class Result:
+    """How one paper's run ended; `record` is None unless it finished."""
+
+    key: str
+    folder: Path
+    outcome: Outcome
+    record: StudyRecord | None
+
+
+def payload(adapter: Adapter, request: Request, **more: Any) -> dict[str, Any]:
+    """What `study.execute.run_adapter` is told about one paper."""
+    return {
+        "card": str(adapter.card_path),
+        "entry": adapter.entry,
+        "budget": request.budget,
+        "seeds": list(request.seeds),
+        "device": request.device,
+        "dataset_dir": str(request.dataset_dir.resolve()) if request.dataset_dir else None,
+        "checkpoints": request.checkpoints,
+        "other_keys": list(adapters()),
+        **more,
+    }
+
+
+def _folder(root: Path, key: str, budget: str) -> Path:
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    for attempt in range(1000):
+        folder = root / f"{key}-{budget}-{stamp}{f'-{attempt}' if attempt else ''}"
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise UserError(f"cannot create {folder} ({error.strerror}); choose another --output") from error
+        return folder
+    raise UserError(f"{root} holds a thousand runs of this second; choose another --output")
+
+
+def _run(adapter: Adapter, request: Request, root: Path, on_line: Callable[[str], None] | None) -> Result:
+    folder = _folder(root, adapter.key, request.budget)
+    job = Job(
+        target=ENTRY,
+        payload=payload(adapter, request, evidence=None),
+        timeout_s=request.timeout_s,
+        log_path=folder / "log.txt",
+        result_path=folder / "outcome.json",
+        threads=max(1, cores() // request.workers),
+        preload=LANGUAGE_PRELOAD if adapter.card.checkpoints else ("torch",),
+        name=adapter.key,
+    )
+    outcome = run_isolated(job, on_line)
+    record = None
+    if outcome.state == "finished":
+        record = StudyRecord.model_validate(outcome.result)
+        write_json_atomic(folder / "result.json", record)
+        write_text_atomic(folder / "report.md", markdown(record))
+        write_text_atomic(folder / "report.html", html(record))
+        (folder / "outcome.json").unlink(missing_ok=True)
+    return Result(adapter.key, folder, outcome, record)
+
+
+def reproduce(
+    chosen: Sequence[Adapter], request: Request, root: Path, on_line: Callable[[str], None] | None = None
+) -> Iterator[Result]:
+    """Runs the papers, `request.workers` at a time, and yields each result as it ends.
+
+    A paper that fails does not stop the others. `on_line` receives what the papers print. Raises `UserError`
+    before anything starts when the request cannot work.
+    """
+    request.check(chosen)
+    with ThreadPoolExecutor(request.workers) as pool:
+        running = [pool.submit(_run, adapter, request, root, on_line) for adapter in chosen]
+        for done in as_completed(running):
+            yield done.result()
+
+
+def keep(result: Result, folder: Path) -> Path:
+    """Copies a finished run's record to `<folder>/<key>.json`, the form in which results are committed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / f"{result.key}.json"
+    shutil.copyfile(result.folder / "result.json", target)
+    return target
+
+
+def parse_seeds(text: str) -> tuple[int, ...]:
+    """`42,43,44` as numbers; raises `UserError`."""
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise UserError(f"--seeds '{text}' is not a list of whole numbers such as 42,43,44")
+    return tuple(int(part) for part in text.split(","))
