@@ -122,7 +122,7 @@ def _autocast() -> dict[str, str]:
 def _nondeterministic() -> dict[str, str]:
     """Operators that raise in deterministic mode, from the docstring: name in the docs -> its sentence."""
     text = torch.use_deterministic_algorithms.__doc__ or ""
-    tail = text.split("will throw a", 1)[1].split("In addition", 1)[0]
+    tail = text.rsplit("will throw a", 1)[1].split("In addition", 1)[0]
     found: dict[str, str] = {}
     for item in re.split(r"\n\s+\* ", tail)[1:]:
         sentence = " ".join(item.split())
