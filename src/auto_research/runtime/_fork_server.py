@@ -244,8 +244,10 @@ class Watch:
     def _stop(self, why: str) -> str:
         """SIGTERM to the group and a grace to react; :meth:`end_tree` does the rest."""
         until = time.monotonic() + self.job.grace_s
-        with suppress(ProcessLookupError, PermissionError):
+        try:
             os.killpg(self.pid, signal.SIGTERM)
+        except ProcessLookupError:  # so young that it has no group yet; it is not reaped, so the id is its own
+            os.kill(self.pid, signal.SIGTERM)
         while not self._reap() and (pause := until - time.monotonic()) > 0:
             self._sleep(pause)
         return why

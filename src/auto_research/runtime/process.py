@@ -41,7 +41,7 @@ from auto_research.runtime.errors import UserError
 from auto_research.runtime.records import Record, remove_torn_writes
 from auto_research.runtime.versions import cores
 
-__all__ = ["LANGUAGE_PRELOAD", "ChildError", "Job", "Outcome", "Running", "run_isolated", "start"]
+__all__ = ["LANGUAGE_PRELOAD", "ChildError", "Job", "Outcome", "Running", "default_threads", "run_isolated", "start"]
 
 LANGUAGE_PRELOAD = (
     "torch",
@@ -282,7 +282,7 @@ class Running:
         self._socket: socket.socket | None = None
         self.pid: int | None = None
         environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, **job.environment}
-        threads = job.threads or _positive(environment.get("OMP_NUM_THREADS")) or cores()
+        threads = job.threads or default_threads(environment)
         environment["OMP_NUM_THREADS"] = str(threads)
         request = {
             "job": job.model_dump(mode="json"),
@@ -395,8 +395,10 @@ def run_isolated(job: Job, on_line: Callable[[str], None] | None = None) -> Outc
     return start(job).wait(on_line)
 
 
-def _positive(text: str | None) -> int | None:
-    return int(text) if text and text.isascii() and text.isdigit() and int(text) > 0 else None
+def default_threads(environment: Mapping[str, str]) -> int:
+    """Threads of a job that does not say how many: ``OMP_NUM_THREADS``, else every core it may use."""
+    text = environment.get("OMP_NUM_THREADS", "")
+    return int(text) if text.isascii() and text.isdigit() and int(text) > 0 else cores()
 
 
 def _prepare_files(job: Job) -> None:
