@@ -6,16 +6,19 @@ Shakespeare (public domain; the last tenth is held out) or on plain coloured ima
 loss, for vectors that follow the words, and for an answer that depends on the image. They know nothing else,
 and no result obtained with one says anything about a paper.
 
-The recipe fixes everything: one seed, one thread, the CPU. The same machine and library versions give the
-same bytes.
+The recipe fixes everything: one seed, one thread, the CPU, in a process of its own, so that neither the
+caller's random state nor its hooks and device settings matter, and its optimiser steps are not counted as the
+caller's. The same machine and library versions give the same bytes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Built", "Recipe", "build"]
 
+NOTE = "note.txt"
 START, END = "<|im_start|>", "<|im_end|>"
 IMAGE_TOKENS = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
 CHAT_TEMPLATE = (
@@ -76,18 +80,50 @@ def build(name: str) -> Built:
 
     Takes seconds the first time. Processes that build at once wait for one of them.
     """
-    recipe, make = RECIPES[name]
+    recipe, _ = RECIPES[name]
     text = _corpus()
     identity = json.dumps([name, asdict(recipe), hashlib.sha256(text.encode()).hexdigest()])
     revision = hashlib.sha256(identity.encode()).hexdigest()[:12]
 
-    def write(folder: Path) -> None:
-        with quiet(), _reproducible(recipe.seed):
-            note = make(folder, text, recipe)
-        (folder / "note.txt").write_text(note, encoding="utf-8")
+    path = build_once(
+        cache_folder("checkpoints", f"{name}-{revision}"), lambda folder: _build_apart(name, text, folder)
+    )
+    return Built(path, f"recipe {revision}", (path / NOTE).read_text(encoding="utf-8"))
 
-    path = build_once(cache_folder("checkpoints", f"{name}-{revision}"), write)
-    return Built(path, f"recipe {revision}", (path / "note.txt").read_text(encoding="utf-8"))
+
+def _build_apart(name: str, text: str, folder: Path) -> None:
+    """Run :func:`_build_here` in a fresh process, which gets the text on its standard input."""
+    source = str(Path(__file__).parents[2])
+    paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
+    settings = {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "auto_research.checkpoints.micro", name, str(folder)],
+        input=text.encode(),
+        env=os.environ | settings,
+        capture_output=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        tail = done.stderr.decode(errors="replace")[-2000:]
+        raise RuntimeError(f"building {name} ended with exit code {done.returncode}:\n{tail}")
+
+
+def _build_here(name: str, text: str, folder: Path) -> None:
+    """Train and save a micro checkpoint into ``folder``; changes the random state and threads of this process."""
+    import torch
+
+    recipe, make = RECIPES[name]
+    torch.set_num_threads(1)
+    torch.manual_seed(recipe.seed)
+    with quiet():
+        note = make(folder, text, recipe)
+    (folder / NOTE).write_text(note, encoding="utf-8")
 
 
 def _corpus() -> str:
@@ -96,26 +132,6 @@ def _corpus() -> str:
 
     text: str = catalogue.load("tiny-shakespeare")
     return text[: len(text) * 9 // 10]
-
-
-@contextmanager
-def _reproducible(seed: int) -> Iterator[None]:
-    """One seed, one thread, the CPU, with gradients; the caller's state is put back afterwards."""
-    import torch
-
-    threads = torch.get_num_threads()
-    with (
-        torch.random.fork_rng(devices=[]),
-        torch.device("cpu"),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-    ):
-        torch.manual_seed(seed)
-        torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)
 
 
 def _train(model: Any, recipe: Recipe, loss: Callable[[int], Tensor]) -> None:
@@ -200,15 +216,14 @@ def _micro_lm(folder: Path, text: str, recipe: Recipe) -> str:
             pad_token_id=tokenizer.pad_token_id,
         )
     )
-    held = len(text) * 19 // 20  # the end of the training part judges the few steps
-    plain, chat, judged = (
-        torch.tensor(tokenizer(part)["input_ids"])
-        for part in (text[:held], _dialogues(text[:held]), text[held:])
+    # Speeches end as messages do. The few steps read a small part; the last speeches judge them.
+    stream, judged = (
+        torch.tensor(tokenizer(END.join(_speeches(part)))["input_ids"])
+        for part in (text[: len(text) // 4], text[-30_000:])
     )
 
     def loss(step: int) -> Tensor:
-        half = recipe.batch // 2
-        rows = torch.cat([_windows(plain, half, recipe.tokens), _windows(chat, half, recipe.tokens)])
+        rows = _windows(stream, recipe.batch, recipe.tokens)
         return model(input_ids=rows, labels=rows).loss
 
     _train(model, recipe, loss)
@@ -220,13 +235,9 @@ def _micro_lm(folder: Path, text: str, recipe: Recipe) -> str:
     return f"micro model, {recipe.steps} steps on Tiny Shakespeare, held-out loss {held_out:.2f} nats a token"
 
 
-def _dialogues(text: str) -> str:
-    """The plays as chats: each speech is a user message, the speech that follows is its answer."""
-    speeches = [block.partition("\n")[2] for block in text.split("\n\n") if "\n" in block]
-    return "".join(
-        f"{START}user\n{said}{END}\n{START}assistant\n{answer}{END}\n"
-        for said, answer in zip(speeches[0::2], speeches[1::2])
-    )
+def _speeches(text: str) -> list[str]:
+    """What is said in the plays, without the speakers' names; verse as one line, or line ends would win."""
+    return [block.partition("\n")[2].replace("\n", " ") for block in text.split("\n\n") if "\n" in block]
 
 
 def _windows(stream: Tensor, rows: int, length: int) -> Tensor:
@@ -271,6 +282,8 @@ def _micro_encoder(folder: Path, text: str, recipe: Recipe) -> str:
             num_hidden_layers=recipe.layers,
             num_attention_heads=recipe.heads,
             max_position_embeddings=positions,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
             pad_token_id=tokenizer.pad_token_id,
         )
     )
@@ -385,7 +398,10 @@ def _plain_image(colour: tuple[int, int, int], side: int) -> Any:
 
 
 RECIPES: dict[str, tuple[Recipe, Callable[[Path, str, Recipe], str]]] = {
-    "micro-lm": (Recipe(version=1), _micro_lm),
-    "micro-encoder": (Recipe(version=1, batch=64, tokens=32), _micro_encoder),
-    "micro-vlm": (Recipe(version=1, width=64, layers=2, vocabulary=1024), _micro_vlm),
+    "micro-lm": (Recipe(version=1, batch=4, steps=100, learning_rate=6e-3), _micro_lm),
+    "micro-encoder": (Recipe(version=1, batch=32, tokens=32), _micro_encoder),
+    "micro-vlm": (Recipe(version=1, width=64, layers=2, vocabulary=1024, steps=80), _micro_vlm),
 }
+
+if __name__ == "__main__":
+    _build_here(sys.argv[1], sys.stdin.buffer.read().decode(), Path(sys.argv[2]))

@@ -41,7 +41,7 @@ __all__ = [
     "resolve",
 ]
 
-Kind = Literal["causal_lm", "text_encoder", "vision_language"]
+Kind = Literal["causal_lm", "text_encoder", "vision_language_model"]
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 """What is fetched from the hub: never a pickle, never code."""
 
@@ -128,7 +128,7 @@ CATALOGUE: dict[str, Entry] = {
         ),
         Entry(
             name="micro-vlm",
-            kind="vision_language",
+            kind="vision_language_model",
             licence="built here from public domain text",
             about="a SmolVLM-class model of 0.5 M parameters, for smoke runs and tests",
             base_class="SmolVLMModel",
@@ -382,8 +382,8 @@ def load_vision_language(
     frozen: bool = False,
 ) -> tuple[Any, Any]:
     """Load an image-and-text model and its processor (images need Pillow only). See :func:`load_causal_lm`."""
-    if resolved.entry.kind != "vision_language":
-        raise UserError(f"{resolved.name} takes no images; choose {_names('vision_language')}")
+    if resolved.entry.kind != "vision_language_model":
+        raise UserError(f"{resolved.name} takes no images; choose {_names('vision_language_model')}")
     head = resolved.entry.head_class
     model = _load_model(resolved, "AutoModelForImageTextToText", head, device, dtype, frozen)
     from transformers import AutoProcessor
