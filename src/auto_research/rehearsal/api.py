@@ -8,7 +8,7 @@ from typing import Any
 
 from auto_research.runtime.errors import UserError
 
-from . import masquerade, shims
+from . import autocast, distributed, functions, masquerade, shims
 from .kernels import classify
 from .locate import traceback_site
 from .memory import card_profile
@@ -73,6 +73,9 @@ def install(session: Session) -> Any:
     try:
         masquerade.install(patches)
         shims.install(patches, session, lambda: VirtualCuda(session))
+        autocast.install(patches, session)
+        functions.install(patches, session)
+        distributed.install(patches, session)
     except BaseException:
         patches.undo()
         activate(None)

@@ -291,12 +291,19 @@ _repr: Final = Tensor.__repr__
 
 
 def _tensor_repr(self: Tensor, **kwargs: Any) -> str:
+    session = running()
     if tag_of(self) is not None:
-        running().sync("print")
-    if type(self) not in _DENSE:
-        return _repr(self, **kwargs)
-    with quiet():
-        return _repr(self, **kwargs)
+        session.sync("print")
+    local = session.local
+    was = getattr(local, "muted", False)
+    local.muted = True  # printing reads the tensor dozens of times: it counts once
+    try:
+        if type(self) not in _DENSE:
+            return _repr(self, **kwargs)
+        with quiet():
+            return _repr(self, **kwargs)
+    finally:
+        local.muted = was
 
 
 def _tensor_type(self: Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
@@ -671,7 +678,7 @@ _nn: Final[Any] = torch._C._nn  # type: ignore[attr-defined]
 _real_parse_to: Final = _nn._parse_to
 
 
-def _register_with_torchscript(patches: Patches, original: Any, wrapped: Any) -> None:
+def register_with_torchscript(patches: Patches, original: Any, wrapped: Any) -> None:
     """``torch.jit.script`` looks builtins up by identity: let the wrapper stand for the original."""
     from torch.jit import _builtins
 
@@ -727,7 +734,7 @@ def install(patches: Patches) -> None:
             original = getattr(functions, name)
             wrapped = wrap(original)
             patches.set(functions, name, wrapped)
-            _register_with_torchscript(patches, original, wrapped)
+            register_with_torchscript(patches, original, wrapped)
     patches.set(functions, "device", _Device)
     patches.set(functions, "get_device", _tensor_get_device)
     patches.set(functions, "Generator", _Generator)

@@ -29,6 +29,7 @@ class Record:
     __slots__ = (
         "call",
         "composite",
+        "custom",
         "flops",
         "generator",
         "has_device",
@@ -62,6 +63,11 @@ class Record:
             and _has_kernel(name, "CompositeImplicitAutograd")
             and not _has_kernel(name, "CPU")
         )
+        self.custom: Any = None
+        if not schema.name.startswith(("aten::", "prims::", "profiler::", "c10d::", "_c10d")):
+            cuda = torch._C._dispatch_has_kernel(name) and _has_kernel(name, "CUDA")
+            key = torch._C.DispatchKey.CUDA if cuda else torch._C.DispatchKey.CPU
+            self.custom = torch._C.DispatchKeySet(key)
         self.placement = placement.policy_of(schema.name, self.name, session.tables)
         self.rule = kernels.rule_of(schema.name, self.packet, self.name, session.tables)
         self.flops = kernels.flop_formula(func)
@@ -135,6 +141,8 @@ class VirtualCuda(TorchDispatchMode):
         if record.composite:
             with self:
                 return func.decompose(*args, **kwargs)
+        if record.custom is not None and (tag is not None or host is not None):
+            return self._custom(record, tag, args, kwargs)
         session = self.session
         if tag is None:
             return self._on_host(record, host, args, kwargs)
@@ -219,6 +227,21 @@ class VirtualCuda(TorchDispatchMode):
             source = storage_of(host)
             if source._born is not None or source._tainted is not None:  # type: ignore[attr-defined]
                 placement.inherit(out, args, kwargs, sys._getframe(2))
+        return out
+
+    def _custom(self, record: Record, tag: Tag | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator of another library: the CUDA kernel if it has one and the card is involved."""
+        if tag is None:
+            keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+        else:
+            self.session.device_ops += 1
+            keys = record.custom
+        with self:
+            out = record.op.redispatch(keys, *args, **kwargs)
+        if tag is not None:
+            for item in out if isinstance(out, tuple | list) else (out,):
+                if isinstance(item, Tensor) and tag_of(item) is None:
+                    put_on_card(item, tag.index, self.meter, record.name)
         return out
 
     def _explicit_device(

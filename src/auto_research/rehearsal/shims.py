@@ -459,6 +459,7 @@ def install(patches: Patches, session: Session, push_mode: Callable[[], Any]) ->
     _install_accelerator(patches, session)
 
     core: Any = torch._C
+    patches.set(core, "_cuda_getCurrentRawStream", lambda index=0: 0)
     patches.set(core, "_group_tensors_by_device_and_dtype", _group_tensors)
     patches.set(torch, "compile", _compile)
     patches.set(torch.nn.Module, "compile", _module_compile)
