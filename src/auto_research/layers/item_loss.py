@@ -15,44 +15,45 @@ from torch.nn import functional as F
 LossKind = Literal["softmax", "sampled", "bce"]
 
 
-class _SoftmaxCrossEntropy(torch.autograd.Function):
-    """Sum of cross-entropies over the whole table, a block of states at a time.
+class _CrossEntropy(torch.autograd.Function):
+    """Sum of the cross-entropies of each state's own logit against a table of competitors, block by block.
 
-    The gradients are taken while a block's probabilities are at hand, so that the (N, I) logits never exist and no
-    pass over them is made twice.
+    Gradients are taken while a block's probabilities are at hand, so the (N, C) logits are never stored. Row 0 of
+    the table never competes, nor does column `own_column` (N,) of each state (its target, or 0 where the target is
+    not among the competitors). The softmax is in float32 at least.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, items: Tensor, bias: Tensor | None, target: Tensor, block: int) -> Tensor:
-        wants_hidden, wants_items, wants_bias = ctx.needs_input_grad[:3]
-        hidden_grad = torch.empty_like(hidden) if wants_hidden else None
-        items_grad = torch.zeros_like(items) if wants_items else None
-        bias_grad = torch.zeros_like(bias) if bias is not None and wants_bias else None
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    def forward(
+        ctx: Any, hidden: Tensor, own: Tensor, table: Tensor, bias: Tensor | None, own_column: Tensor, block: int
+    ) -> Tensor:
+        wants_hidden, wants_own, wants_table, wants_bias = ctx.needs_input_grad[:4]
+        wants = wants_hidden or wants_own or wants_table or wants_bias
+        hidden_grad = torch.empty_like(hidden) if wants else None
+        own_grad = torch.empty_like(own) if wants else None
+        table_grad = torch.zeros_like(table) if wants else None
+        bias_grad = torch.zeros_like(bias) if wants and bias is not None else None
+        total = own.new_zeros(())
         for start in range(0, len(hidden), block):
             rows = slice(start, start + block)
-            state, answer = hidden[rows], target[rows]
-            logits = state @ items.T if bias is None else torch.addmm(bias, state, items.T)
-            logits = logits.float()
+            state, answer = hidden[rows], own[rows, None]
+            logits = (state @ table.T if bias is None else torch.addmm(bias, state, table.T)).to(own.dtype)
             logits[:, 0] = -torch.inf
-            # log sum exp in place: what remains in `logits` are the probabilities.
-            largest = logits.amax(1, keepdim=True)
-            own = logits.gather(1, answer[:, None])
-            probability = logits.sub_(largest).exp_()
-            mass = probability.sum(1, keepdim=True)
-            total += (mass.log() + largest - own).sum()
-            if hidden_grad is None and items_grad is None and bias_grad is None:
+            logits.scatter_(1, own_column[rows, None], -torch.inf)
+            largest = torch.maximum(logits.amax(1, keepdim=True), answer)
+            weight = logits.sub_(largest).exp_()
+            mass = weight.sum(1, keepdim=True) + (answer - largest).exp()
+            total += (mass.log() + largest - answer).sum()
+            if hidden_grad is None or own_grad is None or table_grad is None:
                 continue
-            probability /= mass
-            probability.scatter_add_(1, answer[:, None], torch.full_like(own, -1.0))
-            gradient = probability.to(hidden.dtype)
-            if hidden_grad is not None:
-                torch.mm(gradient, items, out=hidden_grad[rows])
-            if items_grad is not None:
-                items_grad.addmm_(gradient.T, state)
+            # Dividing the states by the mass is cheaper than dividing the weights.
+            weight, per_state = weight.to(hidden.dtype), (1.0 / mass).to(hidden.dtype)
+            torch.mul(weight @ table, per_state, out=hidden_grad[rows])
+            table_grad.addmm_(weight.T, state * per_state)
+            own_grad[rows] = ((answer - largest).exp() / mass - 1.0).squeeze(1)
             if bias_grad is not None:
-                bias_grad += gradient.sum(0)
-        ctx.save_for_backward(hidden_grad, items_grad, bias_grad)
+                bias_grad += (weight.T @ per_state).squeeze(1)
+        ctx.save_for_backward(hidden_grad, own_grad, table_grad, bias_grad)
         return total
 
     @staticmethod
@@ -62,18 +63,27 @@ class _SoftmaxCrossEntropy(torch.autograd.Function):
         return (*saved, None, None)
 
 
-def full_softmax_loss(
-    hidden: Tensor, target: Tensor, items: Tensor, bias: Tensor | None = None, *, block: int = 512
+def _mean_cross_entropy(
+    hidden: Tensor, target: Tensor, items: Tensor, bias: Tensor | None, slot: Tensor, drawn: Tensor | None, block: int
 ) -> Tensor:
-    """Cross-entropy of target (N,) in 1..I over all items; exact, in memory block x I.
-
-    It can be differentiated once. The softmax is computed in float32.
-    """
+    """Mean loss of target (N,) against items[drawn] (all, if None); `slot` (N,) is each target's place in there."""
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, items, bias = hidden.to(dtype), items.to(dtype), None if bias is None else bias.to(dtype)
-    total = _SoftmaxCrossEntropy.apply(hidden, items, bias, target, block)
-    return total / max(1, len(target))
+    own = (hidden * items[target]).sum(-1)
+    if bias is not None:
+        own = own + bias[target]
+    own = own.to(torch.promote_types(own.dtype, torch.float32))
+    if drawn is not None:
+        items, bias = items[drawn], None if bias is None else bias[drawn]
+    return _CrossEntropy.apply(hidden, own, items, bias, slot, block) / max(1, len(target))
+
+
+def full_softmax_loss(
+    hidden: Tensor, target: Tensor, items: Tensor, bias: Tensor | None = None, *, block: int = 512
+) -> Tensor:
+    """Cross-entropy of target (N,) in 1..I over all items; exact, in memory block x I; differentiable once."""
+    return _mean_cross_entropy(hidden, target, items, bias, target, None, block)
 
 
 def sampled_softmax_loss(
@@ -83,28 +93,18 @@ def sampled_softmax_loss(
     bias: Tensor | None = None,
     *,
     negatives: int = 1024,
-    proposal: Tensor | None = None,
+    block: int = 1024,
 ) -> Tensor:
-    """Cross-entropy of the target against negatives that all states of the batch share.
+    """Cross-entropy of the target against negatives that all states of the batch share; differentiable once.
 
-    Negatives are drawn with replacement, uniformly (all items have the same chance, so no correction is made) or
-    from `proposal` (I + 1,), any positive weights: a negative's logit then loses the log of how often its item is
-    expected among the draws (logQ correction), so that the sum over negatives estimates the one over the catalogue.
-    A negative that equals a state's own target is masked for that state.
+    The negatives are different items drawn uniformly, so no correction for their frequency is needed; one that
+    equals a state's own target does not compete there. As many negatives as items give the full softmax.
     """
-    if proposal is None:
-        drawn = torch.randint(1, len(items), (negatives,), device=hidden.device)
-    else:
-        weights = proposal.index_fill(0, proposal.new_zeros(1, dtype=torch.int64), 0.0)
-        drawn = torch.multinomial(weights, negatives, replacement=True)
-    positive = (hidden * items[target]).sum(-1, keepdim=True).float()  # (N, 1)
-    negative = (hidden @ items[drawn].T).float()  # (N, negatives)
-    if bias is not None:
-        positive, negative = positive + bias[target, None], negative + bias[drawn]
-    if proposal is not None:
-        negative = negative - (negatives * weights[drawn] / weights.sum()).log()
-    negative = negative.masked_fill(drawn == target[:, None], -torch.inf)
-    return (torch.cat([positive, negative], 1).logsumexp(1, keepdim=True) - positive).mean()
+    drawn = torch.randperm(len(items) - 1, device=hidden.device)[:negatives] + 1
+    drawn = torch.cat([drawn.new_zeros(1), drawn])  # row 0 never competes
+    slot = drawn.new_zeros(len(items))
+    slot[drawn] = torch.arange(len(drawn), device=drawn.device)
+    return _mean_cross_entropy(hidden, target, items, bias, slot[target], drawn, block)
 
 
 def binary_loss(

@@ -24,10 +24,11 @@ def rank_of_target(scores: Tensor, target: Tensor, exclude: Tensor | None = None
     when it is listed. Items at -inf rank with each other, below all others. Ties as in the module's docstring.
     """
     own = scores.gather(1, target[:, None])  # (B, 1)
-    if scores.isnan().any():
+    if scores.amax(1).isnan().any():
         raise ValueError("scores contain NaN, so nothing can be ranked")
-    ahead = (scores > own).sum(1)
-    tied = (scores == own).sum(1) - 1
+    # The default int64 sums are several times slower on a CPU.
+    ahead = (scores > own).sum(1, dtype=torch.int32).long()
+    tied = (scores == own).sum(1, dtype=torch.int32).long() - 1
     if exclude is not None and exclude.shape[1]:
         listed = exclude.sort(dim=1).values
         again = F.pad(listed[:, 1:] == listed[:, :-1], (1, 0))

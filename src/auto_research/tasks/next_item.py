@@ -72,7 +72,7 @@ class NextItem:
         *,
         cold_at_most: int = 3,
         head: float = 0.2,
-        evaluation_batch: int = 256,
+        evaluation_batch: int = 128,
     ) -> None:
         if max_length < 1:
             raise ValueError(f"max_length must be at least 1, got {max_length}")
@@ -176,6 +176,8 @@ class NextItem:
     def evaluate(self, model: nn.Module, split: Split, device: torch.device) -> Evaluation:
         """Full-catalogue ranking metrics of `model` on a held-out split."""
         scorer: Any = model
+        training = model.training
+        model.eval()
         ranks, lists, places = [], [], []
         for batch, target, rows in self.cases(split, device):
             scores: Tensor = scorer.scores(batch).float()
@@ -188,6 +190,7 @@ class NextItem:
             best = metrics.exclude_items(scores, seen).topk(min(10, self.num_items), dim=1)
             lists.append(best.indices.where(best.values > -torch.inf, 0))
             places.append(rows)
+        model.train(training)
         if not ranks:
             raise ValueError(f"the {split} split has no case with a target")
         case = torch.cat(places).cpu()

@@ -1,0 +1,313 @@
+"""Baselines that every next-item paper can be held against: counts, neighbours, a linear model, text, SASRec.
+
+All follow the protocol of `tasks.next_item`: `scores(batch) -> (B, num_items + 1)`. Those without parameters to train
+read the whole `history` of a batch where there is one, and are finished once built.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from auto_research.data.sequences import SequenceSplit
+from auto_research.layers.item_loss import LossKind, item_loss
+from auto_research.layers.transformer import Activation, CausalTransformer, init_transformer
+from auto_research.tasks.base import Batch
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_matrix
+
+
+def history_of(batch: Batch) -> Tensor:
+    """The whole history (B, H) where the task gives it, otherwise the sequence; ids, 0 is padding."""
+    return batch.get("history", batch["sequence"])
+
+
+def history_matrix(batch: Batch, num_items: int) -> Tensor:
+    """(B, num_items + 1) float: 1 for each item of the history."""
+    history = history_of(batch)
+    seen = torch.zeros(len(history), num_items + 1, device=history.device)
+    seen.scatter_(1, history, 1.0)
+    seen[:, 0] = 0.0
+    return seen
+
+
+def training_matrix(split: SequenceSplit) -> csr_matrix:
+    """Users x (items + 1) binary matrix of the training events, in float32."""
+    from scipy.sparse import csr_matrix
+
+    user = np.repeat(np.arange(split.num_users), np.diff(split.offsets))
+    shape = (split.num_users, split.num_items + 1)
+    matrix = csr_matrix((np.ones(len(user), dtype=np.float32), (user, split.items + 1)), shape=shape)
+    matrix.data[:] = 1.0  # a repeated event counts once
+    return matrix
+
+
+def training_counts(split: SequenceSplit) -> Tensor:
+    """Training events of each id (num_items + 1,), float32."""
+    return torch.from_numpy(np.bincount(split.items + 1, minlength=split.num_items + 1)).float()
+
+
+class Random(nn.Module):
+    """Inner products of random vectors: scores that are repeatable and know nothing."""
+
+    asked: Tensor
+    offered: Tensor
+
+    def __init__(self, num_items: int, seed: int = 0, dim: int = 16) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.register_buffer("asked", torch.randn(num_items + 1, dim, generator=generator))
+        self.register_buffer("offered", torch.randn(num_items + 1, dim, generator=generator))
+        self.asked[0] = 0.0
+
+    def scores(self, batch: Batch) -> Tensor:
+        return self.asked[history_of(batch)].sum(1) @ self.offered.T
+
+
+class MostPopular(nn.Module):
+    """The popularity floor: an item's score is its number of training events."""
+
+    counts: Tensor
+
+    def __init__(self, split: SequenceSplit) -> None:
+        super().__init__()
+        self.register_buffer("counts", training_counts(split))
+
+    def scores(self, batch: Batch) -> Tensor:
+        return self.counts.expand(len(batch["sequence"]), -1)
+
+
+class Neighbours(nn.Module):
+    """A sparse item-to-item matrix, as the same number of neighbours a row; absent ones have weight 0.
+
+    Shapes: index (I + 1, K) ids, weight (I + 1, K).
+    """
+
+    index: Tensor
+    weight: Tensor
+
+    def __init__(self, matrix: csr_matrix, most: int | None = None) -> None:
+        """Keeps the `most` largest entries of each row (all, by default); equal ones in the order of ids."""
+        super().__init__()
+        entries = matrix.tocoo()
+        order = np.lexsort((entries.col, -entries.data, entries.row))
+        row, column, value = entries.row[order], entries.col[order], entries.data[order]
+        start = np.searchsorted(row, np.arange(matrix.shape[0]))
+        place = np.arange(len(row)) - start[row]
+        width = max(1, int(place.max(initial=0)) + 1)
+        width = width if most is None else min(width, most)
+        kept = place < width
+        index = np.zeros((matrix.shape[0], width), dtype=np.int64)
+        weight = np.zeros((matrix.shape[0], width), dtype=np.float32)
+        index[row[kept], place[kept]] = column[kept]
+        weight[row[kept], place[kept]] = value[kept]
+        self.register_buffer("index", torch.from_numpy(index))
+        self.register_buffer("weight", torch.from_numpy(weight))
+
+    def forward(self, items: Tensor) -> Tensor:
+        """Sum of the rows of items (B, H); returns (B, I + 1)."""
+        total = torch.zeros(len(items), len(self.index), dtype=self.weight.dtype, device=items.device)
+        return total.scatter_add_(1, self.index[items].flatten(1), self.weight[items].flatten(1))
+
+
+class ItemKNN(nn.Module):
+    """Item-based nearest neighbours: an item scores the cosine similarities to the items of the history.
+
+    Similarity of items i and j is n_ij / (sqrt(n_i n_j) + shrinkage) with n_ij the users who have both.
+    """
+
+    def __init__(self, split: SequenceSplit, neighbours: int = 100, shrinkage: float = 10.0) -> None:
+        super().__init__()
+        users = training_matrix(split)
+        together = (users.T @ users).tocoo()
+        count = np.asarray(users.sum(0)).ravel()
+        size = np.sqrt(count[together.row] * count[together.col])
+        together.data /= size + shrinkage
+        together.data[together.row == together.col] = 0.0
+        together.eliminate_zeros()
+        self.neighbours = Neighbours(together.tocsr(), neighbours)
+
+    def scores(self, batch: Batch) -> Tensor:
+        return self.neighbours(history_of(batch))
+
+
+class MarkovCounts(nn.Module):
+    """First-order Markov chain: how often an item followed the latest one, popularity among the rest.
+
+    The score is count(latest -> item) + popularity(item) / (1 + total popularity), so that popularity only orders
+    items that followed equally often.
+    """
+
+    popularity: Tensor
+
+    def __init__(self, split: SequenceSplit) -> None:
+        super().__init__()
+        from scipy.sparse import csr_matrix
+
+        follows = np.ones(max(0, len(split.items) - 1), dtype=bool)
+        borders = split.offsets[1:-1]
+        follows[borders[(borders > 0) & (borders < len(split.items))] - 1] = False
+        before, after = split.items[:-1][follows] + 1, split.items[1:][follows] + 1
+        shape = (split.num_items + 1, split.num_items + 1)
+        counts = csr_matrix((np.ones(len(before), dtype=np.float32), (before, after)), shape=shape)
+        self.transitions = Neighbours(counts)
+        popularity = training_counts(split)
+        self.register_buffer("popularity", popularity / (1.0 + popularity.sum()))
+
+    def scores(self, batch: Batch) -> Tensor:
+        return self.transitions(batch["sequence"][:, -1:]) + self.popularity
+
+
+class EASE(nn.Module):
+    """Embarrassingly shallow autoencoder (arXiv:1905.03375), in closed form.
+
+    With X the binary user-item matrix and P = (X'X + l2 I)^-1, the weights are B = I - P diag(1 / diag P) and a
+    history h scores h B. With fewer users than items P comes from the smaller users' system,
+    P = (I - X' (X X' + l2 I)^-1 X) / l2, and the item-item matrix is never built.
+    """
+
+    weights: Tensor | None
+    users: Tensor | None
+    solved: Tensor | None
+    inverse_diagonal: Tensor | None
+
+    def __init__(self, split: SequenceSplit, l2: float = 250.0) -> None:
+        super().__init__()
+        if l2 <= 0:
+            raise ValueError(f"l2 must be positive, got {l2}")
+        self.l2 = l2
+        matrix = training_matrix(split)[:, 1:]
+        small = split.num_users < split.num_items
+        system = (matrix @ matrix.T if small else matrix.T @ matrix).toarray().astype(np.float64)
+        system[np.diag_indices_from(system)] += l2
+        if small:
+            users = matrix.toarray()
+            solved = np.linalg.solve(system, users)
+            diagonal = (1.0 - (users * solved).sum(0)) / l2
+            tensors = {"users": users, "solved": solved, "inverse_diagonal": 1.0 / diagonal, "weights": None}
+        else:
+            inverse = np.linalg.inv(system)
+            weights = -inverse / np.diag(inverse)
+            np.fill_diagonal(weights, 0.0)
+            tensors = {"users": None, "solved": None, "inverse_diagonal": None, "weights": weights}
+        for name, value in tensors.items():
+            self.register_buffer(name, None if value is None else torch.from_numpy(value).float())
+
+    def scores(self, batch: Batch) -> Tensor:
+        num_items = (self.weights if self.weights is not None else self.solved).shape[1]  # type: ignore[union-attr]
+        seen = history_matrix(batch, num_items)[:, 1:]
+        if self.weights is not None:
+            out = seen @ self.weights
+        else:
+            assert self.users is not None
+            assert self.solved is not None
+            assert self.inverse_diagonal is not None
+            precision = (seen - (seen @ self.users.T) @ self.solved) / self.l2  # h P
+            out = seen - precision * self.inverse_diagonal
+        return nn.functional.pad(out, (1, 0))
+
+
+def words(text: str) -> list[str]:
+    """Lower-case words and numbers of a text."""
+    return re.findall(r"\w+", text.lower())
+
+
+class BM25(nn.Module):
+    """Okapi BM25 between the titles of the latest events (the query) and every item's title (the documents).
+
+    score(item) = sum over query words w of idf(w) tf (k1 + 1) / (tf + k1 (1 - b + b length / mean length)), with
+    idf(w) = ln(1 + (N - df + 0.5) / (df + 0.5)); a word counts as often as the query repeats it.
+    """
+
+    item: Tensor
+    word: Tensor
+    weight: Tensor
+    title: Tensor
+
+    def __init__(self, titles: Sequence[str], recent: int = 10, k1: float = 1.2, b: float = 0.75) -> None:
+        super().__init__()
+        self.recent = recent
+        documents = [words(title) for title in titles]
+        vocabulary = {word: i + 1 for i, word in enumerate(dict.fromkeys(w for d in documents for w in d))}
+        coded = [Counter(vocabulary[w] for w in document) for document in documents]
+        item = np.array([i + 1 for i, document in enumerate(coded) for _ in document], dtype=np.int64)
+        word = np.array([w for document in coded for w in document], dtype=np.int64)
+        frequency = np.array([n for document in coded for n in document.values()], dtype=np.float64)
+        length = np.array([0] + [len(document) for document in documents], dtype=np.float64)
+        document_frequency = np.bincount(word, minlength=len(vocabulary) + 1)
+        idf = np.log1p((len(titles) - document_frequency + 0.5) / (document_frequency + 0.5))
+        relative = length / max(1e-12, length[1:].mean()) if len(titles) else length
+        weight = idf[word] * frequency * (k1 + 1) / (frequency + k1 * (1 - b + b * relative[item]))
+        # Words of each title as a rectangle (I + 1, L), 0 = none: the queries are gathered from it.
+        title = np.zeros((len(titles) + 1, max([1, *map(len, documents)])), dtype=np.int64)
+        for i, document in enumerate(documents):
+            title[i + 1, : len(document)] = [vocabulary[w] for w in document]
+        self.words = len(vocabulary) + 1
+        self.register_buffer("item", torch.from_numpy(item))
+        self.register_buffer("word", torch.from_numpy(word))
+        self.register_buffer("weight", torch.from_numpy(weight).float())
+        self.register_buffer("title", torch.from_numpy(title))
+
+    def scores(self, batch: Batch) -> Tensor:
+        asked = self.title[batch["sequence"][:, -self.recent :]].flatten(1)
+        query = torch.zeros(len(asked), self.words, device=asked.device)
+        query.scatter_add_(1, asked, torch.ones_like(asked, dtype=query.dtype))
+        matched = query.T[self.word] * self.weight[:, None]  # (postings, B)
+        total = torch.zeros(len(self.title), len(asked), device=asked.device)
+        return total.index_add_(0, self.item, matched).T
+
+
+class SASRec(nn.Module):
+    """Self-attentive sequential recommendation (arXiv:1808.09781): a causal transformer over item embeddings.
+
+    Deviates from the paper: cross-entropy over the catalogue or over shared sampled negatives instead of one binary
+    negative a position (`loss="bce"` gives that), and pre-norm throughout. Learned positions count back from the
+    latest event, as left padding does in the original, so padding has no influence.
+
+    Args:
+        hidden: width of the feed-forward network; the width itself, as in the paper, by default.
+        loss: see `layers.item_loss`; `negatives` belongs to `sampled` and `bce`.
+    """
+
+    def __init__(
+        self,
+        num_items: int,
+        dim: int = 64,
+        heads: int = 2,
+        layers: int = 2,
+        hidden: int | None = None,
+        max_length: int = 50,
+        dropout: float = 0.2,
+        loss: LossKind = "softmax",
+        negatives: int = 1024,
+        activation: Activation = "relu",
+    ) -> None:
+        super().__init__()
+        self.max_length, self.loss_kind, self.negatives = max_length, loss, negatives
+        self.items = nn.Embedding(num_items + 1, dim, padding_idx=0)
+        self.positions = nn.Embedding(max_length, dim)
+        self.dropout = nn.Dropout(dropout)
+        self.transformer = CausalTransformer(dim, heads, hidden or dim, layers, dropout, activation=activation)
+        init_transformer(self)
+
+    def encode(self, sequence: Tensor) -> Tensor:
+        """States (B, T, dim) of ids (B, T); state t has seen events 0..t. Only the last `max_length` are read."""
+        sequence = sequence[:, -self.max_length :]
+        position = torch.arange(sequence.shape[1] - 1, -1, -1, device=sequence.device)
+        x = self.items(sequence) * math.sqrt(self.items.embedding_dim) + self.positions(position)
+        return self.transformer(self.dropout(x), sequence > 0)
+
+    def loss(self, batch: Batch) -> Tensor:
+        states, target = self.encode(batch["sequence"]), batch["target"][:, -self.max_length :]
+        return item_loss(states, target, self.items.weight, kind=self.loss_kind, negatives=self.negatives)
+
+    def scores(self, batch: Batch) -> Tensor:
+        return self.encode(batch["sequence"])[:, -1] @ self.items.weight.T
