@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 import pytest
+
 from auto_research.data import catalogue
 from auto_research.data.movielens import read_1m, read_100k, read_latest_small
 from auto_research.data.rows import MalformedRow

@@ -1,14 +1,16 @@
 """Tables, splits and padding, against plain loops."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from auto_research.data.impressions import chronological
 from auto_research.data.sequences import Interactions, ItemTable, UserTable, leave_one_out
 from auto_research.runtime.errors import UserError
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 rows = st.lists(
     st.tuples(st.integers(0, 5), st.integers(0, 6), st.integers(1, 5), st.integers(0, 8)), min_size=1, max_size=60
@@ -122,7 +124,11 @@ def test_leave_one_out_breaks_ties_by_file_order():
 def test_leave_one_out_counts_a_repeated_event_once():
     split = leave_one_out(build([(0, 1, 3, 1), (0, 2, 3, 2), (0, 3, 3, 3), (0, 3, 4, 3)]))
     raw = split.items_table.raw_id
-    assert ([raw[i] for i in split.items], raw[split.valid_target[0]], raw[split.test_target[0]]) == (["i1"], "i2", "i3")
+    assert ([raw[i] for i in split.items], raw[split.valid_target[0]], raw[split.test_target[0]]) == (
+        ["i1"],
+        "i2",
+        "i3",
+    )
 
 
 def test_leave_one_out_needs_three_events():
@@ -167,7 +173,7 @@ def test_training_windows_predict_each_event_but_the_first_once(events, length):
     expected, last = [], []
     for u in range(split.num_users):
         own = (split.items[split.offsets[u] : split.offsets[u + 1]] + 1).tolist()
-        expected += list(zip(own[:-1], own[1:], strict=True))
+        expected += list(itertools.pairwise(own))
         last += [own[:-1][-length:]] if len(own) > 1 else []
     assert sorted(pairs) == sorted(expected)
     only_last, _ = split.training_windows(length, every_position=False)
@@ -218,6 +224,6 @@ def test_item_text_is_one_sentence_an_item():
 def test_tables_refuse_columns_of_another_length():
     with pytest.raises(ValueError, match="brand"):
         replace(ItemTable.of_ids(["a", "b"]), brand=["x"])
+    x = build([(0, 1, 3, 1), (0, 2, 3, 2)])
     with pytest.raises(ValueError, match="sorted"):
-        x = build([(0, 1, 3, 1), (0, 2, 3, 2)])
         replace(x, time=x.time[::-1])

@@ -18,6 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any
 
 from auto_research.data.catalogue import DatasetEntry, cached_path, sha256
+from auto_research.data.rows import DAMAGED
 from auto_research.runtime.cache import CACHE_VARIABLE
 from auto_research.runtime.errors import UserError
 
@@ -27,6 +28,15 @@ if TYPE_CHECKING:
 
 OFFLINE_VARIABLES = ("AUTO_RESEARCH_OFFLINE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 CHUNK = 1 << 16
+NETWORK_CHUNK = 1 << 13
+"""Bytes taken from the network at a time: less than that is lost when a connection is cut."""
+BROKEN_ARCHIVE: tuple[type[Exception], ...] = (
+    zipfile.BadZipFile,
+    tarfile.TarError,
+    RuntimeError,  # encrypted, or a compression this Python does not know
+    ValueError,
+    *DAMAGED,
+)
 MAX_EXTRACTED = 4 << 30
 """Bytes that an archive may unpack to: far above every data set of the catalogue, far below a bomb."""
 
@@ -254,7 +264,7 @@ class Downloader:
                 tag.write_text(validator, encoding="utf-8")
             with partial.open("ab" if continued else "wb") as stream:
                 report(have if continued else 0, total)
-                for chunk in answer.iter_content(CHUNK):
+                for chunk in answer.iter_content(NETWORK_CHUNK):
                     stream.write(chunk)
                     report(stream.tell(), total)
         return total is None or _length(partial) == total
@@ -309,7 +319,7 @@ def extract(archive: Path, folder: Path, max_bytes: int = MAX_EXTRACTED) -> None
                 _unpack(archive, folder, max_bytes, list(_tar_members(archive, bundle)))
         else:
             raise UserError(f"{archive} is neither a zip nor a tar archive: fetch it again.")
-    except (zipfile.BadZipFile, tarfile.TarError, EOFError, RuntimeError, NotImplementedError, ValueError) as error:
+    except BROKEN_ARCHIVE as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise UserError(f"{archive} is damaged or encrypted ({error}): fetch it again.") from error
     except BaseException:

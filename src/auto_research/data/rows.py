@@ -11,6 +11,7 @@ import gzip
 import re
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,12 @@ from numpy.typing import NDArray
 from auto_research.runtime.errors import UserError
 
 COMPRESSED = (".gz", ".xz")
+DAMAGED: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile)
+"""What decompressing a damaged file raises."""
+with suppress(ImportError):
+    from lzma import LZMAError
+
+    DAMAGED += (LZMAError,)
 WHOLE = r"[0-9]{1,18}"  # fits an int64
 SECONDS = "a time in whole seconds since 1970"
 
@@ -116,24 +123,17 @@ def require(folder: Path, name: str) -> Path:
 def read_bytes(path: Path) -> bytes:
     """The content of a file, decompressed by its suffix. UserError if it is empty, cut off or unreadable."""
     try:
+        content = path.read_bytes()
         if path.suffix == ".gz":
-            content = gzip.decompress(path.read_bytes())
+            content = gzip.decompress(content)
         elif path.suffix == ".xz":
             import lzma  # absent from some builds of Python, and needed by nothing that we ship
 
-            content = lzma.decompress(path.read_bytes())
-        else:
-            content = path.read_bytes()
-    except OSError as error:
-        if isinstance(error, gzip.BadGzipFile):
-            raise UserError(f"{path} is not a sound gzip file ({error}): fetch it again.") from error
-        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
-    except (EOFError, zlib.error) as error:
+            content = lzma.decompress(content)
+    except DAMAGED as error:  # before OSError, of which BadGzipFile is one
         raise UserError(f"{path} is cut off or damaged ({error}): fetch it again.") from error
-    except Exception as error:
-        if type(error).__name__ == "LZMAError":
-            raise UserError(f"{path} is cut off or damaged ({error}): fetch it again.") from error
-        raise
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
     if not content.strip():
         raise UserError(f"{path} is empty: fetch it again.")
     return content
