@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -243,4 +244,5 @@ def _write_vectors(file: Path, vectors: Tensor) -> None:
         temporary.replace(file)
     except (OSError, SafetensorError) as error:
         log.warning("cannot keep vectors in %s (%s); they will be computed again next time", file.parent, error)
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # the folder itself may be what is wrong
+            temporary.unlink(missing_ok=True)
