@@ -125,15 +125,11 @@ def leave_politely(payload: Payload) -> Payload:
 
 
 def torn_result(payload: Payload) -> Payload:
-    """Killed between the start of writing the result and its end."""
-    real_fsync = os.fsync
-
-    def killed(descriptor: int) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-        real_fsync(descriptor)
-
-    os.fsync = killed
-    return {"never": "seen"}
+    """Killed between the start of writing the result and its end: the write itself exceeds what may be
+    written, and the signal that announces this is deadly again."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
+    return {"never": "seen" * 100_000}
 
 
 def forge_result(payload: Payload) -> Payload:

@@ -300,7 +300,7 @@ def test_leaving_without_a_result_is_a_failure(make_job: MakeJob, function: str,
 def test_a_kill_while_the_result_is_written_leaves_no_result(make_job: MakeJob) -> None:
     job = make_job("torn_result")
     outcome = run_isolated(job)
-    assert (outcome.state, outcome.signal) == ("killed", signal.SIGKILL)
+    assert (outcome.state, outcome.signal) == ("killed", signal.SIGXFSZ)
     assert not job.result_path.exists()
     assert not list(job.result_path.parent.glob(".*.tmp"))
 
@@ -458,7 +458,9 @@ def test_a_console_entry_point_and_a_string_command_can_call(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_the_end_of_the_caller_is_the_end_of_its_jobs(tmp_path: Path, alive: Alive, number: signal.Signals) -> None:
+def test_the_end_of_the_caller_is_the_end_of_its_jobs(
+    tmp_path: Path, alive: Alive, until: Until, number: signal.Signals
+) -> None:
     """Ctrl-C, SIGTERM, and even SIGKILL of the caller end the job, its tree and the fork server."""
     caller = subprocess.Popen(
         [sys.executable, str(caller_script(tmp_path)), "stubborn_tree"],

@@ -33,6 +33,7 @@ class Counts:
 class Kind:
     """What one overload does, as far as counting goes."""
 
+    composite: bool
     view: bool
     computes: bool
     fresh: bool
@@ -105,7 +106,7 @@ def classify(func: Any) -> Kind:
     """Work out from its name and schema what an overload does."""
     schema = getattr(func, "_schema", None)
     if schema is None:  # a higher-order operator: what it calls is counted where it is dispatched
-        return Kind(view=True, computes=False, fresh=False, flops=None)
+        return Kind(composite=False, view=True, computes=False, fresh=False, flops=None)
     name = schema.name.rpartition("::")[2]
     aliases = [result.alias_info for result in schema.returns]
     view = name in VIEWS or any(alias is not None and not alias.is_write for alias in aliases)
@@ -114,6 +115,7 @@ def classify(func: Any) -> Kind:
         flops = _registered(formula)
     takes_tensor = any("Tensor" in str(argument.type) for argument in schema.arguments)
     return Kind(
+        composite=func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd),
         view=view,
         computes=takes_tensor and name not in MOVES,
         fresh=bool(aliases) and all(alias is None for alias in aliases),
@@ -136,10 +138,13 @@ class Work(TorchDispatchMode):
     ) -> Any:
         if kwargs is None:
             kwargs = {}
-        result = func(*args, **kwargs)
         kind = _kinds.get(func)
         if kind is None:
             kind = _kinds[func] = classify(func)
+        if kind.composite:  # autograd takes these apart; in inference mode they arrive whole
+            with self:
+                return func.decompose(*args, **kwargs)
+        result = func(*args, **kwargs)
         if kind.view:
             return result
         if isinstance(result, torch.Tensor):
