@@ -1,0 +1,8 @@
+"""Make the museum importable as a package, here and for ``scripts/validate_on_gpu.py``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
