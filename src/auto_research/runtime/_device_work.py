@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -55,18 +56,18 @@ MOVES = {
 }  # fmt: skip
 
 
-def _product(a: torch.Tensor, b: torch.Tensor) -> int:
+def _product(a: Tensor, b: Tensor) -> int:
     """FLOPs of (..., M, K) times (..., K, N) or (K,); batch dimensions are those of ``a``."""
     return 2 * a.numel() * (b.shape[-1] if b.dim() > 1 else 1)
 
 
-def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
+def _attention(query: Tensor, key: Tensor, value: Tensor) -> int:
     """FLOPs of scaled dot-product attention; query, key and value are (B, H, T, D)."""
     batch, heads, length, depth = query.shape
     return 2 * batch * heads * length * key.shape[-2] * (depth + value.shape[-1])
 
 
-def _recurrent(inputs: torch.Tensor, weights: Iterable[torch.Tensor]) -> int:
+def _recurrent(inputs: Tensor, weights: Iterable[Tensor]) -> int:
     """FLOPs of a fused recurrent layer: every weight matrix meets every (step, sequence) row once."""
     rows = math.prod(inputs.shape[:-1])
     return sum(2 * rows * weight.numel() for weight in weights if weight.dim() == 2)
@@ -131,7 +132,13 @@ class Work(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts: dict[str, Counts] = {}
+        self.counts: dict[str, Counts] = {}  # by kind of device: all GPUs count together
+        self._by_device: dict[torch.device, Counts] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Leave the method below unwrapped: the wrapper imports the compiler (seconds) and slows each call."""
+        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -147,8 +154,8 @@ class Work(TorchDispatchMode):
         result = func(*args, **kwargs)
         if kind.view:
             return result
-        if isinstance(result, torch.Tensor):
-            count = self._on(result)
+        if isinstance(result, Tensor):
+            count = self._by_device.get(result.device) or self._on(result)
             count.operations += 1
             size = result.numel()
             if kind.computes:
@@ -156,7 +163,7 @@ class Work(TorchDispatchMode):
                 if kind.flops is not None:
                     count.flops += kind.flops(args, kwargs, result)
             if kind.fresh:
-                count.bytes += size * result.element_size()
+                count.bytes += size * result.itemsize
         else:
             self._several(kind, args, kwargs, result)
         return result
@@ -177,20 +184,18 @@ class Work(TorchDispatchMode):
             if kind.fresh and result is not None:
                 count.bytes += tensor.numel() * tensor.element_size()
 
-    def _on(self, tensor: torch.Tensor) -> Counts:
-        device = tensor.device.type
-        count = self.counts.get(device)
-        if count is None:
-            count = self.counts[device] = Counts()
+    def _on(self, tensor: Tensor) -> Counts:
+        device = tensor.device
+        count = self._by_device[device] = self.counts.setdefault(device.type, Counts())
         return count
 
 
 _kinds: dict[Any, Kind] = {}
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def _tensors(value: Any) -> list[Tensor]:
     """The tensors in a value or in lists and tuples of values, in order."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return [value]
     if isinstance(value, list | tuple):
         return [tensor for item in value for tensor in _tensors(item)]
