@@ -5,19 +5,18 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from auto_research.execution.local import LocalExecutor
 from auto_research.papers._registry import Adapter, adapters
 from auto_research.runtime.budget import Budget, Overrides
 from auto_research.runtime.device import resolve_device
 from auto_research.runtime.errors import UserError
-from auto_research.runtime.process import LANGUAGE_PRELOAD, Job, Outcome, run_isolated
+from auto_research.runtime.process import LANGUAGE_PRELOAD, Job, Outcome
 from auto_research.runtime.records import write_json_atomic, write_text_atomic
-from auto_research.runtime.versions import cores
 from auto_research.study.context import CheckpointChoice
 from auto_research.study.execute import StudyRecord
 from auto_research.study.report import html, markdown
@@ -90,19 +89,20 @@ def _folder(root: Path, key: str, budget: str) -> Path:
     raise UserError(f"{root} holds a thousand runs of this second; choose another --output")
 
 
-def _run(adapter: Adapter, request: Request, root: Path, on_line: Callable[[str], None] | None) -> Result:
+def _job(adapter: Adapter, request: Request, root: Path) -> Job:
     folder = _folder(root, adapter.key, request.budget)
-    job = Job(
+    return Job(
         target=ENTRY,
         payload=payload(adapter, request, evidence=None),
         timeout_s=request.timeout_s,
         log_path=folder / "log.txt",
         result_path=folder / "outcome.json",
-        threads=max(1, cores() // request.workers),
         preload=LANGUAGE_PRELOAD if adapter.card.checkpoints else ("torch",),
         name=adapter.key,
     )
-    outcome = run_isolated(job, on_line)
+
+
+def _write(key: str, folder: Path, outcome: Outcome) -> Result:
     record = None
     if outcome.state == "finished":
         record = StudyRecord.model_validate(outcome.result)
@@ -110,7 +110,7 @@ def _run(adapter: Adapter, request: Request, root: Path, on_line: Callable[[str]
         write_text_atomic(folder / "report.md", markdown(record))
         write_text_atomic(folder / "report.html", html(record))
         (folder / "outcome.json").unlink(missing_ok=True)
-    return Result(adapter.key, folder, outcome, record)
+    return Result(key, folder, outcome, record)
 
 
 def reproduce(
@@ -122,10 +122,12 @@ def reproduce(
     before anything starts when the request cannot work.
     """
     request.check(chosen)
-    with ThreadPoolExecutor(request.workers) as pool:
-        running = [pool.submit(_run, adapter, request, root, on_line) for adapter in chosen]
-        for done in as_completed(running):
-            yield done.result()
+    say = (lambda job, line: on_line(line)) if on_line else None
+    with LocalExecutor(request.workers, say) as executor:
+        for adapter in chosen:
+            executor.submit(_job(adapter, request, root))
+        for job, outcome in executor.as_completed():
+            yield _write(job.name, job.log_path.parent, outcome)
 
 
 def keep(result: Result, folder: Path) -> Path:

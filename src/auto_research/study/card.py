@@ -46,6 +46,7 @@ class Card(BaseModel):
         overrides: `STEPS`-like suffix -> meaning; the variable is `AUTO_RESEARCH_<KEY>_<suffix>`.
         options: named choices and ablation switches of the module, with their meaning.
         claim: the sentence under test.
+        smoke_seeds, standard_seeds: how many seeds a run takes unless told otherwise.
         entry: `module:function` when it is not `<the card's module>:run`.
     """
 
@@ -67,6 +68,8 @@ class Card(BaseModel):
     options: dict[str, str] = {}
     claim: str
     headline: list[Headline] = []
+    smoke_seeds: int = Field(default=1, ge=1)
+    standard_seeds: int = Field(default=3, ge=3)
     entry: str | None = Field(default=None, pattern=r"^[\w.]+:\w+$")
 
     @field_validator("overrides")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from auto_research.study.verdict import Clause
     from auto_research.tasks.base import Recipe, Task
 
-DEFAULT_SEEDS: dict[str, tuple[int, ...]] = {"smoke": (42,), "standard": (42, 43, 44), "full": (42, 43, 44)}
+FIRST_SEED = 42
 
 CheckpointChoice = Literal["auto", "micro"]
 
@@ -68,7 +68,8 @@ class Study:
         if self.overrides is None:
             self.overrides = Overrides(self.card.key, self.card.overrides, {})
         if not self.seeds:
-            self.seeds = DEFAULT_SEEDS[self.budget]
+            count = self.card.smoke_seeds if self.budget == "smoke" else self.card.standard_seeds
+            self.seeds = tuple(range(FIRST_SEED, FIRST_SEED + count))
         if len(set(self.seeds)) != len(self.seeds):
             raise UserError(f"seeds {list(self.seeds)} repeat; a seed counts only once")
 
