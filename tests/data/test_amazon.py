@@ -154,6 +154,11 @@ def test_5core_refuses_bad_files(write, tmp_path):
     path.write_bytes(b"not gzip at all")
     with pytest.raises(UserError, match="cut off or damaged"):
         read_5core_json(path)
+    path.write_bytes(b"")
+    with pytest.raises(UserError, match=r"gz is empty"):
+        read_5core_json(path)
+    with pytest.raises(MalformedRow, match="line 2: byte 0xff is not UTF-8"):
+        read_5core_json(write("bytes.json", json.dumps(REVIEWS[0]).encode() + b'\n{"asin": "\xff"}\n'))
     with pytest.raises(UserError, match="does not exist"):
         read_5core_json(tmp_path / "none.json")
     reviews = write("r_5.json", json.dumps(REVIEWS[0]))

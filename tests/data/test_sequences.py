@@ -73,6 +73,41 @@ def test_filters_agree_with_filtering_rows(events, min_rating, least, drawn, see
         assert set(part.item.tolist()) == set(range(part.num_items))
 
 
+@settings(deadline=None)
+@given(rows, st.integers(1, 5), st.integers(0, 3))
+def test_a_split_of_fewer_users_keeps_their_sequences_and_cases(events, drawn, seed):
+    x = build(events)
+    split, subset = leave_one_out(x), leave_one_out(x).subset_users(drawn, seed)
+    kept = leave_one_out(x.subset_users(drawn, seed))  # the same draw; only the items are numbered differently
+    assert subset.num_users == kept.num_users == min(drawn, split.num_users)
+    assert subset.num_items == split.num_items
+    assert subset.users is not None
+    assert kept.users is not None
+    assert subset.users.age.tolist() == kept.users.age.tolist()
+    assert subset.time is not None
+    assert kept.time is not None
+    assert subset.time.tolist() == kept.time.tolist()
+
+    def named(part, padded: np.ndarray) -> list[str]:
+        return [part.items_table.raw_id[i - 1] if i else "" for i in padded.ravel()]
+
+    for name in ("train", "valid", "test"):
+        for a, b in zip(subset.padded(name, 4), kept.padded(name, 4), strict=True):
+            assert named(subset, a) == named(kept, b)
+        assert subset.cases(name).user.tolist() == list(range(subset.num_users))
+
+
+def test_no_events_are_no_error():
+    x = build([(0, 1, 3, 1)]).positive(4)
+    assert (len(x), x.num_users, x.num_items) == (0, 0, 0)
+    split = leave_one_out(x)
+    assert split.padded("test", 3)[0].shape == (0, 3)
+    assert split.training_windows(3)[0].shape == (0, 3)
+    for over in ("user", "all"):
+        assert [len(part) for part in chronological(x, over=over)] == [0, 0, 0]
+    assert x.fingerprint != split.fingerprint
+
+
 def test_subset_users_depends_on_the_seed():
     x = build([(u, u % 7, 3, 0) for u in range(6)] * 2)
     assert len({x.subset_users(2, seed).fingerprint for seed in range(20)}) > 3

@@ -97,6 +97,7 @@ def _dataset(name: str, fetching: bool, dataset_dir: Path | None, progress: Prog
 def _checkpoint(name: str, fetching: bool, dataset_dir: Path | None, progress: Progress) -> Row:
     """Find a checkpoint, after making it ready where that was asked for."""
     from auto_research.checkpoints import resolve
+    from auto_research.data.fetch import is_offline
 
     licence = resolve.CATALOGUE[name].licence
     if not fetching:
@@ -104,7 +105,7 @@ def _checkpoint(name: str, fetching: bool, dataset_dir: Path | None, progress: P
         return Row(name, "-", "-", licence, "can be made ready here, offline" if ready else "not here")
     task = progress.add_task(name, total=None)
     try:
-        resolved = resolve.prepare_checkpoint(name)
+        resolved = resolve.prepare_checkpoint(name, offline=is_offline())
     except UserError as error:
         return Row(name, "-", "-", licence, str(error), True)
     finally:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from auto_research.data.rows import MalformedRow, find, iter_csv, read_lines, read_text, require
+from auto_research.data.rows import MalformedRow, find, iter_csv, iter_lines, read_lines, read_text, require
 from auto_research.data.sequences import Cases, Ids, Interactions, ItemTable, SequenceSplit, offsets_of
 from auto_research.runtime.errors import UserError
 
@@ -222,7 +222,7 @@ def _objects(
     With `wanted`, objects that begin with the `asin` of another product are passed over unparsed: the metadata
     of a category covers ten times the products of its 5-core, and Python literals parse slowly.
     """
-    for line, text in enumerate(read_lines(path), start=1):
+    for line, text in iter_lines(path):
         if wanted is not None and (product := _ASIN_FIRST.fullmatch(text)) and product[1] not in wanted:
             continue
         try:

@@ -158,6 +158,23 @@ def read_lines(path: Path, encoding: str = "utf-8") -> list[str]:
     return lines
 
 
+def iter_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Number and text of each line of a large UTF-8 file, plain or gzip, as it is read; errors as `read_lines`."""
+    line, raw = 0, b""
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
+            for line, raw in enumerate(stream, start=1):
+                yield line, raw.decode().rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise MalformedRow(path, line, f"byte 0x{raw[error.start]:02x} is not UTF-8 text") from error
+    except DAMAGED as error:
+        raise UserError(f"{path} is cut off or damaged after line {line} ({error}): fetch it again.") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+    if line == 0:
+        raise UserError(f"{path} is empty: fetch it again.")
+
+
 def read_table(
     path: Path,
     columns: Sequence[Column],

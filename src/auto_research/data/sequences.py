@@ -249,11 +249,7 @@ class Interactions:
 
     def subset_users(self, n: int, seed: int) -> Self:
         """The events of `n` users drawn without replacement (of all, if there are no more), reindexed."""
-        if n < 1:
-            raise ValueError(f"subset_users needs at least one user, not {n}")
-        drawn = np.zeros(self.num_users, dtype=bool)
-        drawn[np.random.default_rng(seed).permutation(self.num_users)[:n]] = True
-        return self.where(drawn[self.user])
+        return self.where(_draw(self.num_users, n, seed)[self.user])
 
 
 @dataclass(frozen=True)
@@ -271,6 +267,18 @@ class Cases:
 
     def __len__(self) -> int:
         return len(self.target)
+
+    def of_users(self, chosen: NDArray[np.bool_]) -> Self:
+        """The cases of the users marked in `chosen (U,)`, who are numbered anew without gaps."""
+        keep = chosen[self.user]
+        length = np.diff(self.offsets)
+        return replace(
+            self,
+            user=(np.cumsum(chosen) - 1)[self.user[keep]],
+            items=self.items[np.repeat(keep, length)],
+            offsets=offsets_of(length[keep]),
+            target=self.target[keep],
+        )
 
 
 @dataclass(frozen=True)
@@ -343,6 +351,21 @@ class SequenceSplit:
         cases = self.cases(split)
         history = left_pad(cases.items, cases.offsets[:-1], cases.offsets[1:], max_length)
         return history, cases.target + 1
+
+    def subset_users(self, n: int, seed: int) -> Self:
+        """`n` users drawn without replacement (all, if there are no more), and their cases; items stay as they are."""
+        drawn = _draw(self.num_users, n, seed)
+        users = np.flatnonzero(drawn)
+        events = np.repeat(drawn, np.diff(self.offsets))
+        return replace(
+            self,
+            items=self.items[events],
+            offsets=offsets_of(np.diff(self.offsets)[users]),
+            valid=self.valid.of_users(drawn),
+            test=self.test.of_users(drawn),
+            users=None if self.users is None else self.users.take(users),
+            time=None if self.time is None else self.time[events],
+        )
 
     def training_windows(self, max_length: int, every_position: bool = True) -> tuple[Ids, Ids]:
         """Next-item training rows `(W, max_length)`: `sequence`, and `target` = the sequence one step later.
@@ -429,6 +452,15 @@ def _without_repeats(interactions: Interactions) -> Interactions:
     keep = np.ones(len(order), dtype=bool)
     keep[order[1:][same]] = False
     return interactions.where(keep)
+
+
+def _draw(count: int, n: int, seed: int) -> NDArray[np.bool_]:
+    """`(count,)`: which `n` of them are drawn without replacement."""
+    if n < 1:
+        raise ValueError(f"a subset needs at least one user, not {n}")
+    drawn = np.zeros(count, dtype=bool)
+    drawn[np.random.default_rng(seed).permutation(count)[:n]] = True
+    return drawn
 
 
 def offsets_of(lengths: Ids) -> Ids:
