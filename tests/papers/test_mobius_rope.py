@@ -117,23 +117,23 @@ def test_tables_stay_exact_in_a_bfloat16_model():
     assert torch.isfinite(model.hidden(torch.zeros(1, 6, dtype=torch.long))).all()
 
 
-def task(length=16, examples=90):
+def task(length=32, examples=90):
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(40, (900,), generator=generator)
     text = m.TokenisedText(tokens[:600], tokens[600:750], tokens[750:], 40)
-    return m.TextWithRecall(text, symbols=4, length=length, examples=examples, windows=8)
+    return m.TextWithRecall(text, symbols=8, length=length, examples=examples, windows=8)
 
 
 def test_table_swap_leaves_weights_and_tables_as_they_were():
     one = task()
-    model = m.MobiusLM(replace(CONFIG, vocabulary=one.vocabulary.size)).eval()
+    model = m.MobiusLM(replace(CONFIG, length=32, vocabulary=one.vocabulary.size)).eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     tables = model.rotary.frequencies.clone()
     evaluation = one.evaluate(model, "test", torch.device("cpu"))
     assert "recall lost by the table swap" in evaluation.diagnostics
     assert torch.equal(tables, model.rotary.frequencies)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    standard = m.MobiusLM(replace(CONFIG, vocabulary=one.vocabulary.size, share=0.0)).eval()
+    standard = m.MobiusLM(replace(CONFIG, length=32, vocabulary=one.vocabulary.size, share=0.0)).eval()
     standard.load_state_dict(before)
     hits = one._hits(standard, one.held_out("test"), torch.device("cpu"))
     with torch.no_grad():
@@ -142,14 +142,14 @@ def test_table_swap_leaves_weights_and_tables_as_they_were():
 
 def test_perplexity_against_a_loop():
     one = task()
-    model = m.MobiusLM(replace(CONFIG, vocabulary=one.vocabulary.size)).eval()
+    model = m.MobiusLM(replace(CONFIG, length=32, vocabulary=one.vocabulary.size)).eval()
     found = one.evaluate(model, "test", torch.device("cpu"))["perplexity"]
     losses = []
     text = one.text.test
-    for start in range(0, min(8, (len(text) - 1) // 16) * 16, 16):
+    for start in range(0, (len(text) - 1) // 32 * 32, 32):
         with torch.no_grad():
-            logits = model.logits(model.hidden(text[None, start : start + 16]))[0].double()
-        for position in range(16):
+            logits = model.logits(model.hidden(text[None, start : start + 32]))[0].double()
+        for position in range(32):
             losses.append(-logits[position].log_softmax(-1)[text[start + position + 1]])
     assert found == pytest.approx(float(torch.stack(losses).mean().exp()), rel=1e-4)
 

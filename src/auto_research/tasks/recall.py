@@ -77,6 +77,8 @@ def recall_sequences(
     filler = length - QUERY - BLOCK * blocks
     if filler < 0:
         raise ValueError(f"{distractors} distractors need more than {length} tokens")
+    if blocks > vocabulary.symbols:
+        raise ValueError(f"{blocks} pairs need as many key symbols, there are {vocabulary.symbols}")
     items = filler + blocks
     # Items are filler tokens and blocks; the needle's rank is given, the others are shuffled around it.
     kind = torch.zeros(n, items - 1, dtype=torch.long)

@@ -306,14 +306,13 @@ class Spread:
 
 
 def spread(arm: Sequence[float] | Tensor, standard: Sequence[float] | Tensor) -> Spread:
-    """Compares the spread of two samples (S,) of accuracies; needs at least two seeds."""
+    """Compares the spread of two samples (S,) of accuracies; one seed has no spread."""
     from scipy import stats
 
     one, two = (torch.as_tensor(x, dtype=torch.float64) for x in (arm, standard))
-    p = 1.0 if len(one) < 2 else float(stats.levene(one.numpy(), two.numpy(), center="median").pvalue)
-    return Spread(
-        float(one.std()), float(two.std()), float(one.min()), float(two.min()), 1.0 if math.isnan(p) else p
-    )
+    p = float(stats.levene(one.numpy(), two.numpy(), center="median").pvalue) if len(one) > 1 else 1.0
+    deviations = [float(x.std()) if len(x) > 1 else 0.0 for x in (one, two)]
+    return Spread(*deviations, float(one.min()), float(two.min()), 1.0 if math.isnan(p) else p)
 
 
 def decide(comparison: Comparison) -> list[Clause]:
