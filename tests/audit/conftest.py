@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
 
+from auto_research.audit.record import (
+    AdapterResult,
+    AuditRecord,
+    AuditSettings,
+    DeviceCall,
+    DeviceCounts,
+    StageResult,
+)
+from auto_research.audit.scan import Site
 from auto_research.papers._registry import Adapter, discover
 
 CARD = """---
@@ -51,8 +60,6 @@ def work(device, steps=1):
         optimiser.step()
         optimiser.zero_grad()
 '''
-
-Plant = Callable[..., dict[str, Adapter]]
 
 
 class Package:
@@ -109,3 +116,72 @@ PASSING = """
             work(device, steps=study.steps("train", smoke=2, standard=5))
         return Done()
     """
+
+
+EVIL = "<script>alert('x')</script> | `*_[link](javascript:x)` \x1b[31m\x00 ]]> & é"
+
+
+def result(key: str, status: str, **changes: Any) -> AdapterResult:
+    """A result as an audit writes it."""
+    passed = status.endswith("_pass")
+    fields: dict[str, Any] = {
+        "key": key,
+        "title": f"Title of {key}",
+        "family": "ranking",
+        "status": status,
+        "reason": "cpu did 100.0% of the compute (flops)" if passed else f"it is {status}",
+        "declared_fidelity": "core_mechanism",
+        "fidelity": "core_mechanism" if passed else None,
+        "explicit": True,
+        "sites": [Site(file="papers/ranking/x.py", line=12, chain=["run", "device_for"])],
+        "started": "2026-01-01T00:00:00Z",
+        "seconds": 12.5,
+        "attempt": 1,
+        "calls": [
+            DeviceCall(
+                requested="cpu",
+                resolved="cpu",
+                file="papers/ranking/x.py",
+                line=12,
+                function="run",
+                time=1.0,
+                pid=7,
+                count=2,
+            )
+        ]
+        if passed
+        else [],
+        "share": 1.0 if passed else None,
+        "measure": "flops" if passed else None,
+        "work": {"cpu": DeviceCounts(operations=1234, elements=10**7, flops=10**10, bytes=10**8)} if passed else {},
+        "peak_bytes": {},
+        "peak_rss_bytes": 10**9,
+        "stages": [StageResult(name="train", trains=True, seconds=1.0, optimiser_steps=20)],
+        "seeds": [42],
+        "settings": {"train steps": 20},
+        "overrides": {},
+        "data": {"ml-latest-small": "ab"},
+        "checkpoints": {},
+        "notes": [],
+        "diagnosis": None,
+        "exit_code": 0,
+        "signal": None,
+        "log": f"runs/audit/{key}.log",
+        "evidence": f"runs/audit/{key}.evidence.jsonl",
+    }
+    return AdapterResult(**{**fields, **changes})
+
+
+def record_of(results: list[AdapterResult], **changes: Any) -> AuditRecord:
+    """A finished audit with these results."""
+    settings = AuditSettings(device="auto", resolved_device="cpu", budget="smoke", seeds=[], timeout_seconds=600.0)
+    keys = sorted(r.key for r in results)
+    fields: dict[str, Any] = {
+        "settings": settings,
+        "environment": {"python": "3.11", "torch": "2.13.0"},
+        "started": "2026-01-01T00:00:00+00:00",
+        "updated": "2026-01-01T00:10:00+00:00",
+        "selected": keys,
+        "planned": keys,
+    }
+    return AuditRecord(**{**fields, **changes}).with_results(results, "2026-01-01T00:10:00+00:00")

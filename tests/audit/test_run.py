@@ -189,8 +189,15 @@ def test_a_hanging_adapter_ends_with_all_it_started(package: Package) -> None:
 
 
 def test_megabytes_of_output_are_kept_on_disk_only(package: Package) -> None:
-    body = "def run(study):\n    for i in range(40000):\n        print('x' * 90, i)\n    raise RuntimeError('after much')\n"
-    package.add("prints", body)
+    package.add(
+        "prints",
+        """
+        def run(study):
+            for i in range(40000):
+                print("x" * 90, i)
+            raise RuntimeError("after much")
+        """,
+    )
     result = audited(package)["prints"]
     assert result.status == "failed"
     assert "after much" in result.log_tail

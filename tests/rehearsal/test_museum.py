@@ -49,11 +49,12 @@ def test_the_fault_is_found(exhibit):
 def test_keep_going_lists_the_fault_once(exhibit):
     torch.manual_seed(0)
     file, line = exhibit.fault_line()
-    with session_of(exhibit, keep_going=True) as report:
-        try:
+    try:
+        with session_of(exhibit, keep_going=True) as report:
             exhibit.faulty()
-        except (RuntimeError, IndexError, ValueError, TypeError):
-            assert exhibit.rule in {"OOB-1", "DTY-3", "KRN-3", "DTY-1", "DEV-8", "KRN-1"}
+    except (RuntimeError, IndexError):
+        # What the CPU cannot compute either ends the run even when it keeps going.
+        assert exhibit.rule in {"OOB-1", "DTY-3", "KRN-3", "DTY-1", "DEV-8"}
     if exhibit.rule != "DEV-8":
         assert [(f.rule, f.file, f.line) for f in report.findings] == [(exhibit.rule, file, line)]
 

@@ -128,26 +128,26 @@ def duration_plot(record: AuditRecord) -> Plot:
 
 def html(record: AuditRecord) -> str:
     """One HTML page that needs nothing else."""
-    return (
-        _environment(escape=True)
-        .get_template("audit.html.j2")
-        .render(
-            record=record,
-            headline=headline(record),
-            groups=groups(record),
-            plot=duration_plot(record),
-            meaning=MEANING,
-            titles=TITLES,
-        )
+    return _page(
+        "audit.html.j2",
+        escape=True,
+        record=record,
+        headline=headline(record),
+        groups=groups(record),
+        plot=duration_plot(record),
+        meaning=MEANING,
     )
 
 
 def markdown(record: AuditRecord) -> str:
     """The same as Markdown."""
-    return (
-        _environment(escape=False)
-        .get_template("audit.md.j2")
-        .render(record=record, headline=headline(record), groups=groups(record), meaning=MEANING)
+    return _page(
+        "audit.md.j2",
+        escape=False,
+        record=record,
+        headline=headline(record),
+        groups=groups(record),
+        meaning=MEANING,
     )
 
 
@@ -196,7 +196,12 @@ def junit(record: AuditRecord) -> str:
     return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 
 
+def _page(template: str, *, escape: bool, **names: object) -> str:
+    return _xml(_environment(escape=escape).get_template(template).render(names))
+
+
 def _xml(text: str) -> str:
+    """Text without the control characters that no page can hold."""
     return _NOT_XML.sub("", text)
 
 

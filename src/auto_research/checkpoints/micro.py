@@ -116,9 +116,9 @@ def _build_apart(name: str, text: str, folder: Path) -> None:
 
 def _build_here(name: str, text: str, folder: Path) -> None:
     """Train and save a micro checkpoint into ``folder``; changes the random state and threads of this process."""
+    recipe, make = RECIPES[name]
     import torch
 
-    recipe, make = RECIPES[name]
     torch.set_num_threads(1)
     torch.manual_seed(recipe.seed)
     with quiet():

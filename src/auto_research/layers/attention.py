@@ -159,26 +159,34 @@ class MultiHeadAttention(nn.Module):
 
     Args:
         dim: width of the input and output.
-        heads: query heads; must divide `dim`.
+        heads: query heads; must divide `dim` unless `head_dim` is given.
         kv_heads: key/value heads, a divisor of `heads`; None means as many as `heads`.
         dropout: on the attention weights.
         bias: whether the four projections have one.
+        head_dim: width of one head, dim / heads by default (T5 chooses it freely).
     """
 
     def __init__(
-        self, dim: int, heads: int, kv_heads: int | None = None, dropout: float = 0.0, *, bias: bool = True
+        self,
+        dim: int,
+        heads: int,
+        kv_heads: int | None = None,
+        dropout: float = 0.0,
+        *,
+        bias: bool = True,
+        head_dim: int | None = None,
     ) -> None:
         super().__init__()
         kv_heads = kv_heads or heads
-        if dim % heads:
+        if head_dim is None and dim % heads:
             raise ValueError(f"{heads} heads do not divide a width of {dim}")
         if heads % kv_heads:
             raise ValueError(f"{kv_heads} key heads do not divide {heads} query heads")
-        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, dim // heads
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim or dim // heads
         self.dropout = dropout
-        self.query = nn.Linear(dim, dim, bias=bias)
+        self.query = nn.Linear(dim, heads * self.head_dim, bias=bias)
         self.key_value = nn.Linear(dim, 2 * kv_heads * self.head_dim, bias=bias)
-        self.output = nn.Linear(dim, dim, bias=bias)
+        self.output = nn.Linear(heads * self.head_dim, dim, bias=bias)
 
     def _project_memory(self, memory: Tensor) -> tuple[Tensor, Tensor]:
         key, value = self.key_value(memory).chunk(2, dim=-1)

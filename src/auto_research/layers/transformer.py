@@ -91,12 +91,15 @@ class TransformerBlock(nn.Module):
         kv_heads: int | None = None,
         norm: Norm = "layer",
         bias: bool = True,
+        head_dim: int | None = None,
     ) -> None:
         super().__init__()
         self.norm_first = norm_first
-        self.attention = MultiHeadAttention(dim, heads, kv_heads, dropout, bias=bias)
+        self.attention = MultiHeadAttention(dim, heads, kv_heads, dropout, bias=bias, head_dim=head_dim)
         self.attention_norm = make_norm(norm, dim)
-        self.cross_attention = MultiHeadAttention(dim, heads, kv_heads, dropout, bias=bias) if cross else None
+        self.cross_attention = (
+            MultiHeadAttention(dim, heads, kv_heads, dropout, bias=bias, head_dim=head_dim) if cross else None
+        )
         self.cross_norm = make_norm(norm, dim) if cross else None
         self.feed_forward = FeedForward(dim, hidden, dropout, activation, bias=bias)
         self.feed_forward_norm = make_norm(norm, dim)
@@ -156,6 +159,7 @@ class TransformerStack(nn.Module):
         kv_heads: int | None = None,
         norm: Norm = "layer",
         bias: bool = True,
+        head_dim: int | None = None,
     ) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
@@ -170,6 +174,7 @@ class TransformerStack(nn.Module):
                 kv_heads=kv_heads,
                 norm=norm,
                 bias=bias,
+                head_dim=head_dim,
             )
             for _ in range(layers)
         )

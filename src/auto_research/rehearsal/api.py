@@ -100,6 +100,8 @@ def record_uncaught(session: Session, error: BaseException) -> None:
         return
     stop, session.recorder.stop = session.recorder.stop, False
     try:
-        session.recorder.fault(rule, str(error).split("\n")[0], site=site)
+        finding = session.recorder.fault(rule, str(error).split("\n")[0], site=site)
+        if finding is not None:
+            error.add_note(finding.text())
     finally:
         session.recorder.stop = stop

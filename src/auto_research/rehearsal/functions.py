@@ -36,6 +36,8 @@ def _recurrent(original: Callable[..., Any], name: str) -> Callable[..., Any]:
         for label, state in zip(("hx", "cx"), states, strict=False):
             if not state.is_contiguous():
                 _not_contiguous(name, label, data, state)
+        if not autocast.enabled() and data.dtype != weights[0].dtype:
+            data = data.to(weights[0].dtype)  # reported by the module's own check
         if autocast.enabled() and tag_of(data) is not None:
             data, *rest = autocast.cast_for_rnn([data, *states, *weights])
             states, weights = rest[: len(states)], rest[len(states) :]
@@ -83,6 +85,53 @@ def _not_contiguous(name: str, label: str, data: Tensor, state: Tensor) -> None:
         session.note(
             f"{name}: {label} is not contiguous; {scalar_name(state.dtype)} may avoid cuDNN, which would refuse it"
         )
+
+
+def _checked_input(check: Callable[..., Any]) -> Callable[..., Any]:
+    """DTY-1 of recurrent layers, which the module itself refuses."""
+
+    def check_input(self: Any, input: Tensor, batch_sizes: Any) -> None:
+        weight = self._flat_weights[0]
+        if tag_of(input) is not None and input.dtype != weight.dtype and not autocast.enabled():
+            running().recorder.fault(
+                "DTY-1",
+                f"RNN input dtype ({input.dtype}) does not match weight dtype ({weight.dtype}). Convert input: "
+                f"input.to({weight.dtype}), or convert model: model.to({input.dtype})",
+                op=type(self).__name__.lower(),
+                arguments=argument_texts(("input", "weight"), (input, weight), {}),
+                fix=f"cast the input at this boundary: .to({weight.dtype})",
+                error=ValueError,
+            )
+            return
+        check(self, input, batch_sizes)
+
+    return check_input
+
+
+# --- convolutions ----------------------------------------------------------------------------------------------------
+
+
+def _convolution(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """DTY-1 of convolutions, whose dtype check sits above the dispatcher."""
+
+    def run(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if input.dtype != weight.dtype and tag_of(input) is not None and not autocast.enabled():
+            running().recorder.fault(
+                "DTY-1",
+                f"Input type ({input.type()}) and weight type ({weight.type()}) should be the same",
+                op=name,
+                arguments=argument_texts(("input", "weight"), (input, weight), {}),
+                fix=f"cast the input at this boundary: .to({weight.dtype})",
+            )
+            input = input.to(weight.dtype)
+        return original(input, weight, *args, **kwargs)
+
+    run.__name__ = name
+    run.__doc__ = original.__doc__
+    return run
+
+
+_CONVOLUTIONS: Final = tuple(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3))
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
@@ -461,6 +510,13 @@ def install(patches: Patches, session: Session) -> None:
             before = recurrent_table[key]
             recurrent_table[key] = wrapped
             patches.on_undo(lambda key=key, before=before: recurrent_table.__setitem__(key, before))
+    patches.set(torch.nn.RNNBase, "check_input", _checked_input(torch.nn.RNNBase.check_input))
+    for name in _CONVOLUTIONS:
+        original = getattr(functional, name)
+        wrapped = _convolution(original, name)
+        patches.set(functional, name, wrapped)
+        patches.set(torch, name, wrapped)
+        register_with_torchscript(patches, original, wrapped)
     attention = functional.scaled_dot_product_attention
     wrapped_attention = _attention(attention)
     patches.set(functional, "scaled_dot_product_attention", wrapped_attention)

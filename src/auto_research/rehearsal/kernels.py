@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
@@ -185,7 +186,9 @@ def _watched(mode: VirtualCuda, record: Record, tag: Tag, args: tuple[Any, ...],
     kind = SYNCS.get(packet)
     if kind and not (packet == "repeat_interleave" and kwargs.get("output_size") is not None):
         session.sync(kind)
-    _determinism(session, record, args, kwargs)
+    if _determinism(session, record, args, kwargs):
+        with _nondeterministic():
+            return _run(mode, record, args, kwargs)
     gaps = session.tables.missing_dtypes.get(packet)
     if gaps:
         _missing_dtype(session, record, gaps, args, kwargs)
@@ -194,13 +197,24 @@ def _watched(mode: VirtualCuda, record: Record, tag: Tag, args: tuple[Any, ...],
     return _run(mode, record, args, kwargs)
 
 
-def _determinism(session: Session, record: Record, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+@contextmanager
+def _nondeterministic() -> Iterator[None]:
+    """A reported operator goes on without deterministic mode (the CPU may refuse it as well)."""
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(True)
+
+
+def _determinism(session: Session, record: Record, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """DET-1, and the list of nondeterministic operators met; true when a fault was reported."""
     packet = record.packet
     entry = NONDETERMINISTIC.get(packet)
     if entry is not None:
         name, applies = entry
         if not applies(args, kwargs):
-            return
+            return False
         session.nondeterministic[(record.name, _where())] += 1
         if torch.are_deterministic_algorithms_enabled():
             text = (
@@ -209,15 +223,17 @@ def _determinism(session: Session, record: Record, args: tuple[Any, ...], kwargs
             )
             if torch.is_deterministic_algorithms_warn_only_enabled():
                 session.note(f"warn_only deterministic mode: {name} is nondeterministic on CUDA")
-                return
+                return False
             session.recorder.fault(
                 "DET-1", text, op=record.name, arguments=argument_texts(record.names, args, kwargs)
             )
+            return True
     elif packet in ATOMIC and not torch.are_deterministic_algorithms_enabled():
         if packet in ("index_put_", "_index_put_impl_", "_unsafe_index_put"):
             if not (len(args) > 3 and args[3]) and not kwargs.get("accumulate"):
-                return
+                return False
         session.nondeterministic[(record.name, _where())] += 1
+    return False
 
 
 def _missing_dtype(
@@ -389,7 +405,7 @@ def check_pending(session: Session, record: Record, tensor: Tensor, epoch: int) 
 
 _DTYPE_ERROR: Final = re.compile(
     r"must have the same dtype|expected .*(scalar type|dtype)|same dtype|found dtype|dtypes? .*(match|same)|"
-    r"expected m1 and m2|Expected.*dtype|Input type .* and (weight|bias) type",
+    r"does not match weight dtype|expected m1 and m2|Expected.*dtype|Input type .* and (weight|bias) type",
     re.IGNORECASE,
 )
 _OVERFLOW_ERROR: Final = re.compile(r"cannot be converted to type .* without overflow")
@@ -399,6 +415,8 @@ _RANGE_ERROR: Final = re.compile(r"out of (range|bounds)|index .* is out of", re
 def classify(error: BaseException) -> str | None:
     """The rule of an exception that the CPU raises as well: DTY-1, DTY-3, OOB-1 or none."""
     text = str(error)
+    if "Attempting to deserialize object on CUDA device" in text:
+        return "DEV-5"
     if _OVERFLOW_ERROR.search(text):
         return "DTY-3"
     if isinstance(error, IndexError) or _RANGE_ERROR.search(text):

@@ -195,6 +195,8 @@ class VirtualCuda(TorchDispatchMode):
             device = kwargs.get("device")
             if device is not None and device.type == "cuda":
                 return self._explicit_device(record, device, args, kwargs)
+            if record.generator:
+                kwargs = placement.check_generator(session, record, args, kwargs, on_card=False)
             if record.has_device:
                 if kwargs.get("pin_memory"):
                     return _pinned(record, args, kwargs)

@@ -370,6 +370,6 @@ def check_generator(
                 "DEV-4",
                 f"Expected a '{wanted}' device type for generator but found '{found}'",
                 op=record.name,
-                arguments=argument_texts(record.names, args, kwargs),
+                arguments=(f"generator: {found}", f"result: {wanted}", *argument_texts(record.names, args, kwargs)),
             )
     return kwargs

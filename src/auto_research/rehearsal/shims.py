@@ -16,7 +16,8 @@ import torch
 from .masquerade import RealDevice, as_device
 from .memory import MIB
 from .patching import Patches
-from .placement import ordinal
+from .placement import ordinal, taint
+from .rules import argument_texts
 from .session import Session, running
 from .tensor import Tensor, tag_of
 
@@ -466,6 +467,7 @@ def install(patches: Patches, session: Session, push_mode: Callable[[], Any]) ->
     _install_threads(patches, push_mode)
     _install_forks(patches, session)
     _install_autograd(patches)
+    _install_loading(patches, session)
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     handle = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: session.step())
@@ -538,6 +540,21 @@ def _install_forks(patches: Patches, session: Session) -> None:
         _fork_hook_installed = True
 
 
+def _install_loading(patches: Patches, session: Session) -> None:
+    """DEV-5 of ``torch.load``: the saved (or asked for) ordinal must exist."""
+    serialization: Any = torch.serialization
+    validate = serialization._validate_device
+
+    def validate_device(location: Any, backend_name: str) -> torch.device:
+        try:
+            return validate(location, backend_name)
+        except RuntimeError as error:
+            session.recorder.fault("DEV-5", str(error), arguments=(f"location: {location}",))
+            return session.devices[session.current]
+
+    patches.set(serialization, "_validate_device", validate_device)
+
+
 def _install_autograd(patches: Patches) -> None:
     """Zero gradients that C++ makes from ``options()`` arrive untagged: tag what ``autograd.grad`` returns."""
     autograd: Any = torch.autograd
@@ -556,3 +573,27 @@ def _install_autograd(patches: Patches) -> None:
         return results
 
     patches.set(autograd, "grad", tagged_grad)
+    make_grads = autograd._make_grads
+
+    def checked_grads(outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
+        for output, gradient in zip(outputs, grads, strict=False):
+            if isinstance(output, Tensor) and isinstance(gradient, Tensor) and gradient.dim() > 0:
+                _check_root_gradient(output, gradient)
+        return make_grads(outputs, grads, *args, **kwargs)
+
+    patches.set(autograd, "_make_grads", checked_grads)
+
+
+def _check_root_gradient(output: Tensor, gradient: Tensor) -> None:
+    """DEV-1 of ``output.backward(gradient)``."""
+    if output.device == gradient.device:
+        return
+    running().recorder.fault(
+        "DEV-1",
+        f"Function {type(output.grad_fn).__name__} returned an invalid gradient at index 0 - expected device "
+        f"{output.device} but got {gradient.device}",
+        op="backward",
+        arguments=argument_texts(("output", "gradient"), (output, gradient), {}),
+        fix=f"create the gradient with device={output.device}",
+    )
+    taint(gradient)

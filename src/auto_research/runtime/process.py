@@ -41,10 +41,24 @@ from auto_research.runtime.errors import UserError
 from auto_research.runtime.records import Record, remove_torn_writes
 from auto_research.runtime.versions import cores
 
-__all__ = ["LANGUAGE_PRELOAD", "ChildError", "Job", "Outcome", "Running", "default_threads", "run_isolated", "start"]
+__all__ = [
+    "LANGUAGE_PRELOAD",
+    "TORCH_PRELOAD",
+    "ChildError",
+    "Job",
+    "Outcome",
+    "Running",
+    "default_threads",
+    "run_isolated",
+    "start",
+]
+
+TORCH_PRELOAD = ("torch", "torch._dynamo")
+"""Default preload. The first step of any torch optimiser imports the compiler: two seconds, once instead of
+in every job."""
 
 LANGUAGE_PRELOAD = (
-    "torch",
+    *TORCH_PRELOAD,
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
     "peft",
@@ -98,7 +112,7 @@ class Job(BaseModel):
     memory_limit_bytes: int | None = Field(default=None, gt=0)
     threads: int | None = Field(default=None, gt=0)
     grace_s: float = Field(default=2.0, ge=0)
-    preload: tuple[str, ...] = ("torch",)
+    preload: tuple[str, ...] = TORCH_PRELOAD
     name: str = ""
 
 

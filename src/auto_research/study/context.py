@@ -115,7 +115,7 @@ class Study:
             except MissingData as error:
                 missing = missing or error
                 continue
-            self.data_used[candidate] = str(getattr(loaded, "fingerprint", ""))
+            self.data_used[candidate] = catalogue.fingerprint(loaded)
             return loaded
         assert missing is not None
         raise missing

@@ -275,6 +275,8 @@ class SASRec(nn.Module):
     Args:
         hidden: width of the feed-forward network; the width itself, as in the paper, by default.
         loss: see `layers.item_loss`; `negatives` belongs to `sampled` and `bce`.
+        window: how many latest events a position may attend to, itself included; None means all. With 1 the model
+            is a first-order one of the same size.
     """
 
     def __init__(
@@ -289,9 +291,10 @@ class SASRec(nn.Module):
         loss: LossKind = "softmax",
         negatives: int = 1024,
         activation: Activation = "relu",
+        window: int | None = None,
     ) -> None:
         super().__init__()
-        self.max_length, self.loss_kind, self.negatives = max_length, loss, negatives
+        self.max_length, self.loss_kind, self.negatives, self.window = max_length, loss, negatives, window
         self.items = nn.Embedding(num_items + 1, dim, padding_idx=0)
         self.positions = nn.Embedding(max_length, dim)
         self.dropout = nn.Dropout(dropout)
@@ -303,7 +306,8 @@ class SASRec(nn.Module):
         sequence = sequence[:, -self.max_length :]
         position = torch.arange(sequence.shape[1] - 1, -1, -1, device=sequence.device)
         x = self.items(sequence) * math.sqrt(self.items.embedding_dim) + self.positions(position)
-        return self.transformer(self.dropout(x), sequence > 0)
+        near = None if self.window is None else position[None, :] < position[:, None] + self.window
+        return self.transformer(self.dropout(x), sequence > 0, mask=near)
 
     def loss(self, batch: Batch) -> Tensor:
         states, target = self.encode(batch["sequence"]), batch["target"][:, -self.max_length :]

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from auto_research.data.sequences import Cases, Ids, SequenceSplit
+from auto_research.data.sequences import Cases, Ids, Interactions, SequenceSplit, leave_one_out
 from auto_research.tasks import metrics
 from auto_research.tasks.base import Batch, Evaluation, Mean, Ratio, Split, UnitMetric
 
@@ -227,6 +227,18 @@ class NextItem:
                 **{f"cases/{name}": float(inside.sum()) for name, inside in slices.items()},
             },
         )
+
+
+def sequence_split(data: Interactions | SequenceSplit, *, users: int | None = None, seed: int = 0) -> SequenceSplit:
+    """The leave-one-out split of a data set with interactions; a published split is taken as it is.
+
+    Users with fewer than five events are left out. `users` draws that many of them; it does nothing to a published
+    split, whose cases belong together.
+    """
+    if isinstance(data, SequenceSplit):
+        return data
+    data = data.with_min_events(5)
+    return leave_one_out(data if users is None else data.subset_users(users, seed))
 
 
 def _per_unit(values: Tensor, unit: NDArray[np.int64], units: int) -> UnitMetric:

@@ -480,6 +480,7 @@ class AssignAcrossDtypes(Exhibit):
 
 class HalfSequenceIntoFloatRecurrence(Exhibit):
     rule = "DTY-1"
+    error = ValueError
 
     @staticmethod
     def faulty():
