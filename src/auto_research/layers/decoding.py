@@ -1,0 +1,148 @@
+"""Beam search over semantic ids, constrained by a trie or free, vectorised over the batch and its beams.
+
+The encoder runs once a batch and every decoder step sees only the newest token (key-value cache). A beam's score is
+the sum of its tokens' log-probabilities under the softmax over the *full* vocabulary, without length normalisation
+since all ids have one length; the trie removes continuations but never renormalises. `teacher_forced_scores` computes
+the same scores for the whole catalogue in another way, to check the beam.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from auto_research.layers.semantic_ids import Trie
+
+
+class StepDecoder(Protocol):
+    """A model that continues a sequence by one token at a time; what beam search needs of it.
+
+    The state belongs to the model. It starts with one row an input; after `reorder` row r continues what row
+    `rows[r]` had decoded. Rows of one input stay next to each other, equally many an input.
+    """
+
+    def begin(self, batch: dict[str, Tensor]) -> Any:
+        """Reads the inputs (B rows) and returns the state before the first token."""
+        ...
+
+    def step(self, state: Any, tokens: Tensor | None) -> Tensor:
+        """Appends tokens (R,), or the start token when None, and returns logits (R, V) of the next token."""
+        ...
+
+    def reorder(self, state: Any, rows: Tensor) -> None:
+        """Replaces the state's rows by rows (R',) of it."""
+        ...
+
+
+@dataclass(frozen=True)
+class Beams:
+    """Decoded sequences, best first.
+
+    Attributes:
+        tokens: (B, N, m).
+        scores: (B, N) float32 summed log-probabilities; -inf where there are fewer than N valid sequences.
+        leaves: (B, N) leaf of the trie, -1 for a sequence that is no valid id (or a filler); None without trie.
+    """
+
+    tokens: Tensor
+    scores: Tensor
+    leaves: Tensor | None = None
+
+
+@torch.no_grad()
+def beam_search(
+    decoder: StepDecoder,
+    batch: dict[str, Tensor],
+    *,
+    beams: int,
+    trie: Trie | None = None,
+    length: int | None = None,
+    temperatures: Sequence[float] | None = None,
+    generator: torch.Generator | None = None,
+) -> Beams:
+    """The `beams` most probable sequences of each input.
+
+    Args:
+        trie: only its sequences are decoded; exactly `min(beams, len(trie))` survive when the beam is wide enough.
+        length: tokens to decode; needed without a trie.
+        temperatures: per position, samples continuations without replacement instead of taking the best: Gumbel
+            noise times the temperature is added to the scores that choose, which equals sampling from
+            softmax(score / temperature). 0 takes the best. High values at coarse positions spread the list over
+            categories. Reported scores hold no noise.
+    """
+    steps = trie.length if trie is not None else length
+    if steps is None:
+        raise ValueError("give the trie of valid ids, or the length of an unconstrained sequence")
+    if temperatures is not None and len(temperatures) != steps:
+        raise ValueError(f"{steps} positions need as many temperatures, got {len(temperatures)}")
+    state = decoder.begin(batch)
+    newest: Tensor | None = None
+    tokens = scores = nodes = torch.empty(0)
+    for position in range(steps):
+        log_probability = F.log_softmax(decoder.step(state, newest).float(), dim=-1)  # (B * n, V)
+        if position == 0:
+            rows, device = len(log_probability), log_probability.device
+            scores = torch.zeros(rows, 1, device=device)
+            tokens = torch.empty(rows, 1, 0, dtype=torch.long, device=device)
+            nodes = torch.zeros(rows, 1, dtype=torch.long, device=device)
+        width = scores.shape[1]
+        log_probability = log_probability.unflatten(0, (rows, width))
+        if trie is not None:
+            child, token, real = trie.following(nodes, position)  # (B, n, W)
+            step = log_probability.gather(2, token).masked_fill(~real, -torch.inf)
+        else:
+            step = log_probability
+        total = (scores[..., None] + step).flatten(1)
+        key = total
+        if temperatures is not None and temperatures[position] > 0:
+            noise = torch.empty_like(total).exponential_(generator=generator)
+            key = total - temperatures[position] * noise.log()
+        best = key.topk(min(beams, key.shape[1]), dim=1)
+        scores = total.gather(1, best.indices)
+        parent = best.indices // step.shape[2]  # (B, n')
+        if trie is not None:
+            token = token.flatten(1).gather(1, best.indices)
+            nodes = child.flatten(1).gather(1, best.indices).masked_fill(scores.isneginf(), -1)
+        else:
+            token = best.indices % step.shape[2]
+        tokens = torch.cat([tokens.gather(1, parent[..., None].expand(-1, -1, position)), token[..., None]], dim=2)
+        if position + 1 < steps:
+            offset = torch.arange(rows, device=device)[:, None] * width
+            decoder.reorder(state, (offset + parent).flatten())
+            newest = token.flatten()
+    order = scores.argsort(dim=1, descending=True, stable=True)  # sampled beams are not sorted by score
+    tokens = tokens.gather(1, order[..., None].expand_as(tokens))
+    scores, nodes = scores.gather(1, order), nodes.gather(1, order) if trie is not None else None
+    missing = beams - scores.shape[1]
+    if missing > 0:
+        tokens, scores = F.pad(tokens, (0, 0, 0, missing)), F.pad(scores, (0, missing), value=-torch.inf)
+        nodes = F.pad(nodes, (0, missing), value=-1) if nodes is not None else None
+    return Beams(tokens, scores, nodes)
+
+
+@torch.no_grad()
+def teacher_forced_scores(
+    decoder: StepDecoder, batch: dict[str, Tensor], tokens: Tensor, *, chunk: int = 4096
+) -> Tensor:
+    """Exact score of every sequence for every input, without a beam: tokens (I, m) -> (B, I) float32.
+
+    Every sequence is fed whole, position by position; affordable below a few thousand sequences.
+    """
+    pieces = []
+    for part in tokens.split(chunk):
+        state = decoder.begin(batch)
+        log_probability = F.log_softmax(decoder.step(state, None).float(), dim=-1)
+        rows = len(log_probability)
+        score = log_probability[:, part[:, 0]]
+        decoder.reorder(state, torch.arange(rows, device=part.device).repeat_interleave(len(part)))
+        for position in range(1, part.shape[1]):
+            logits = decoder.step(state, part[:, position - 1].repeat(rows))
+            following = part[:, position].repeat(rows)[:, None]
+            score = score + F.log_softmax(logits.float(), dim=-1).gather(1, following).view(rows, -1)
+        pieces.append(score)
+    return torch.cat(pieces, dim=1)
