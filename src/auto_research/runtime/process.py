@@ -29,7 +29,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -38,7 +37,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 
 from auto_research.runtime.errors import UserError
-from auto_research.runtime.records import Record, remove_torn_writes
+from auto_research.runtime.records import Record, remove_torn_writes, utc_now
 from auto_research.runtime.versions import cores
 
 __all__ = [
@@ -290,7 +289,7 @@ class Running:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self._started_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        self._started_at = utc_now()
         self._received = b""
         self._outcome: Outcome | None = None
         self._socket: socket.socket | None = None

@@ -35,6 +35,7 @@ __all__ = [
     "read_jsonl",
     "read_record",
     "to_json",
+    "utc_now",
     "write_json_atomic",
     "write_text_atomic",
 ]
@@ -321,7 +322,7 @@ class OutputLock:
                 ) from None
         try:
             remove_torn_writes(self.path)
-            write_json_atomic(self._holder_path, {"pid": os.getpid(), "since": _utc_now()})
+            write_json_atomic(self._holder_path, {"pid": os.getpid(), "since": utc_now()})
         except BaseException:
             self._lock.release()
             raise
@@ -342,5 +343,6 @@ class OutputLock:
             return "another process"
 
 
-def _utc_now() -> str:
+def utc_now() -> str:
+    """The time as records hold it: UTC, ISO 8601, seconds."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
