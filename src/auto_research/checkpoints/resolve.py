@@ -292,7 +292,11 @@ def _from_package(entry: Entry) -> Resolved | None:
     path = _package_path(entry)
     if path is None or entry.package is None:
         return None
-    revision = f"{entry.package.distribution} {importlib.metadata.version(entry.package.distribution)}"
+    try:
+        version = importlib.metadata.version(entry.package.distribution)
+    except importlib.metadata.PackageNotFoundError:  # the folder lies on the path without having been installed
+        version = "of unknown version"
+    revision = f"{entry.package.distribution} {version}"
     if path.is_dir():
         return Resolved(entry.name, path, "package", revision, "", entry.licence)
     from auto_research.checkpoints.gguf import converted
