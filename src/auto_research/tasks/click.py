@@ -313,7 +313,7 @@ class ClickTask:
         }, float(share.mean())
 
     def _seen(self, event: Tensor) -> Tensor:
-        """Shifted ids of all items that the users of `event` (C,) rated strictly before it, (C, most), padded with 0."""
+        """Shifted ids of the items that the users of `event` (C,) rated before it, (C, most), padded with 0."""
         begin, end = self._tables["flat"]["begin"][event, None], self._tables["flat"]["end"][event, None]
         position = end + torch.arange(-int((end - begin).max()), 0)
         return torch.where(position >= begin, self.item[position.clamp(min=0)] + 1, 0)

@@ -1,0 +1,120 @@
+"""Feature tokens: layers with private weights for each token, mixing without attention, and the block of both.
+
+A feature token stands for one group of fields of an example (the user, the candidate, the context, ...), so the token
+axis is short, fixed and heterogeneous. Letters: B examples, T tokens, D width of a token, H heads.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from auto_research.layers.experts import Routing
+
+
+class GroupedLinear(nn.Module):
+    """One linear map for each token, applied to all of them as a single batched product.
+
+    Equals `[Linear_t(x[:, t]) for t in range(tokens)]` and is initialised like `nn.Linear`: uniform within 1/√inputs.
+    Weight (T, inputs, outputs), bias (T, outputs).
+    """
+
+    def __init__(self, tokens: int, inputs: int, outputs: int, *, bias: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(tokens, inputs, outputs))
+        self.bias = nn.Parameter(torch.empty(tokens, outputs)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws weights and biases anew from the global generator."""
+        bound = 1 / math.sqrt(self.weight.shape[1])
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -bound, bound)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, inputs) -> (B, T, outputs)."""
+        rows = x.transpose(0, 1)
+        if self.bias is None:
+            return torch.bmm(rows, self.weight).transpose(0, 1)
+        return torch.baddbmm(self.bias[:, None], rows, self.weight).transpose(0, 1)
+
+
+class PerTokenFFN(nn.Module):
+    """Two-layer GELU network with private weights for each token (RankMixer, arXiv:2507.15551).
+
+    Token t sees only itself: v_t = W2_t GELU(W1_t s_t + b1_t) + b2_t. This is not a mixture of experts, whose experts
+    share their input.
+    """
+
+    def __init__(self, tokens: int, width: int, hidden: int) -> None:
+        super().__init__()
+        self.rise = GroupedLinear(tokens, width, hidden)
+        self.fall = GroupedLinear(tokens, hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, D) -> (B, T, D)."""
+        return self.fall(F.gelu(self.rise(x)))
+
+
+def mix_tokens(x: Tensor, heads: int | None = None) -> Tensor:
+    """Multi-head token mixing: new token h is the concatenation over tokens of their h-th head; no parameters.
+
+    (B, T, D) -> (B, H, T·D/H). With H = T (the default) the shape is kept, so that a residual is possible, and
+    applying it twice gives x back. Raises ValueError when D is not divisible by H.
+    """
+    batch, tokens, width = x.shape
+    heads = tokens if heads is None else heads
+    if width % heads:
+        raise ValueError(f"width {width} cannot be cut into {heads} heads; make it a multiple of {heads}")
+    return x.reshape(batch, tokens, heads, width // heads).transpose(1, 2).reshape(batch, heads, -1)
+
+
+class TokenMixing(nn.Module):
+    """`mix_tokens` with as many heads as tokens, as a layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, D) -> (B, T, D)."""
+        return mix_tokens(x)
+
+
+class MixerBlock(nn.Module):
+    """Mixing across tokens, then a network within each: S = LN(Mix(X) + X), X' = LN(FFN(S) + S).
+
+    The residual adds mixed token h to original token h although they mean different things: that is RankMixer's
+    choice. Layer normalisation stays in float32 under autocast.
+
+    Args:
+        mixing: (B, T, D) -> (B, T, D), or None for a block in which tokens never meet.
+        feed_forward: (B, T, D) -> (B, T, D); one with experts also takes the `Routing` it is to report to.
+        residual, norm: ablations.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        mixing: nn.Module | None,
+        feed_forward: nn.Module,
+        *,
+        residual: bool = True,
+        norm: bool = True,
+    ) -> None:
+        super().__init__()
+        self.mixing = mixing
+        self.feed_forward = feed_forward
+        self.residual = residual
+        self.mixing_norm = nn.LayerNorm(width) if norm else nn.Identity()
+        self.feed_forward_norm = nn.LayerNorm(width) if norm else nn.Identity()
+
+    def forward(self, x: Tensor, routing: Routing | None = None) -> Tensor:
+        """(B, T, D) -> (B, T, D)."""
+        mixed = x
+        if self.mixing is not None:
+            mixed = self.mixing(x) + x if self.residual else self.mixing(x)
+        x = self.mixing_norm(mixed)
+        changed = self.feed_forward(x) if routing is None else self.feed_forward(x, routing)
+        return self.feed_forward_norm(changed + x if self.residual else changed)
