@@ -86,31 +86,18 @@ class MostPopular(nn.Module):
 
 
 class Neighbours(nn.Module):
-    """A sparse item-to-item matrix, as the same number of neighbours a row; absent ones have weight 0.
+    """A sparse item-to-item matrix with K entries a row; those that a row does not need have weight 0.
 
-    Shapes: index (I + 1, K) ids, weight (I + 1, K).
+    Shapes: index (I + 1, K) int64 ids, weight (I + 1, K) float32.
     """
 
     index: Tensor
     weight: Tensor
 
-    def __init__(self, matrix: csr_matrix, most: int | None = None) -> None:
-        """Keeps the `most` largest entries of each row (all, by default); equal ones in the order of ids."""
+    def __init__(self, index: Tensor, weight: Tensor) -> None:
         super().__init__()
-        entries = matrix.tocoo()
-        order = np.lexsort((entries.col, -entries.data, entries.row))
-        row, column, value = entries.row[order], entries.col[order], entries.data[order]
-        start = np.searchsorted(row, np.arange(matrix.shape[0]))
-        place = np.arange(len(row)) - start[row]
-        width = max(1, int(place.max(initial=0)) + 1)
-        width = width if most is None else min(width, most)
-        kept = place < width
-        index = np.zeros((matrix.shape[0], width), dtype=np.int64)
-        weight = np.zeros((matrix.shape[0], width), dtype=np.float32)
-        index[row[kept], place[kept]] = column[kept]
-        weight[row[kept], place[kept]] = value[kept]
-        self.register_buffer("index", torch.from_numpy(index))
-        self.register_buffer("weight", torch.from_numpy(weight))
+        self.register_buffer("index", index)
+        self.register_buffer("weight", weight)
 
     def forward(self, items: Tensor) -> Tensor:
         """Sum of the rows of items (B, H); returns (B, I + 1)."""
@@ -121,19 +108,24 @@ class Neighbours(nn.Module):
 class ItemKNN(nn.Module):
     """Item-based nearest neighbours: an item scores the cosine similarities to the items of the history.
 
-    Similarity of items i and j is n_ij / (sqrt(n_i n_j) + shrinkage) with n_ij the users who have both.
+    Similarity of items i and j is n_ij / (sqrt(n_i n_j) + shrinkage) with n_ij the users who have both; each item
+    of the history speaks for its `neighbours` most similar items.
     """
 
-    def __init__(self, split: SequenceSplit, neighbours: int = 100, shrinkage: float = 10.0) -> None:
+    def __init__(self, split: SequenceSplit, neighbours: int = 100, shrinkage: float = 10.0, block: int = 512) -> None:
         super().__init__()
         users = training_matrix(split)
-        together = (users.T @ users).tocoo()
-        count = np.asarray(users.sum(0)).ravel()
-        size = np.sqrt(count[together.row] * count[together.col])
-        together.data /= size + shrinkage
-        together.data[together.row == together.col] = 0.0
-        together.eliminate_zeros()
-        self.neighbours = Neighbours(together.tocsr(), neighbours)
+        items = users.T.tocsr()
+        size = np.sqrt(np.asarray(users.sum(0)).ravel())
+        index, weight = [], []
+        for start in range(0, len(size), block):  # a block of rows at a time is dense
+            together = (items[start : start + block] @ users).toarray()
+            similarity = together / np.maximum(np.outer(size[start : start + block], size) + shrinkage, 1e-12)
+            similarity[np.arange(len(similarity)), np.arange(start, start + len(similarity))] = 0.0
+            best = torch.from_numpy(similarity).float().topk(min(neighbours, len(size)), dim=1)
+            index.append(best.indices)
+            weight.append(best.values)
+        self.neighbours = Neighbours(torch.cat(index), torch.cat(weight))
 
     def scores(self, batch: Batch) -> Tensor:
         return self.neighbours(history_of(batch))
@@ -158,7 +150,14 @@ class MarkovCounts(nn.Module):
         before, after = split.items[:-1][follows] + 1, split.items[1:][follows] + 1
         shape = (split.num_items + 1, split.num_items + 1)
         counts = csr_matrix((np.ones(len(before), dtype=np.float32), (before, after)), shape=shape)
-        self.transitions = Neighbours(counts)
+        # All entries of each row, side by side.
+        filled = np.diff(counts.indptr)
+        row = np.repeat(np.arange(len(filled)), filled)
+        place = np.arange(len(row)) - counts.indptr[row]
+        index = np.zeros((len(filled), max(1, filled.max())), dtype=np.int64)
+        weight = np.zeros(index.shape, dtype=np.float32)
+        index[row, place], weight[row, place] = counts.indices, counts.data
+        self.transitions = Neighbours(torch.from_numpy(index), torch.from_numpy(weight))
         popularity = training_counts(split)
         self.register_buffer("popularity", popularity / (1.0 + popularity.sum()))
 
