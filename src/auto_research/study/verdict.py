@@ -75,12 +75,15 @@ def _shown(d: Difference) -> str:
     return f"{d.metric}: {d.mean:+.5f} [{d.low:+.5f}, {d.high:+.5f}]{relative}, better on {d.wins} of {d.seeds} seeds"
 
 
-def beats(method: str, baseline: str, metric: str, *, required: bool = True) -> Clause:
-    """Holds when the 95 % interval of method minus baseline lies above zero, is reversed when it lies below."""
+def beats(method: str, baseline: str, metric: str, *, strict: bool = False, required: bool = True) -> Clause:
+    """Holds when the 95 % interval of method minus baseline lies above zero, is reversed when it lies below.
+
+    `strict` counts an interval that includes zero against the claim instead of leaving it undecided.
+    """
 
     def decide(compare: Compare) -> tuple[State, str]:
         d = compare(method, baseline, metric)
-        return ("holds" if d.low > 0 else "reversed" if d.high < 0 else "undecided"), _shown(d)
+        return ("holds" if d.low > 0 else "reversed" if strict or d.high < 0 else "undecided"), _shown(d)
 
     return Clause(f"{method} beats {baseline} on {metric}", decide, required)
 
