@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -18,6 +19,23 @@ from auto_research.runtime.records import utc_now
 __all__ = ["RayExecutor"]
 
 PACKAGE_PARENT = str(Path(auto_research.__file__).resolve().parents[1])
+
+
+def check_reachable(address: str, timeout_s: float = 10.0) -> None:
+    """Try the port of ``host:port`` or ``ray://host:port``: Ray itself keeps trying for minutes.
+
+    Other forms of address (``auto``, the name of a session) are left to Ray.
+
+    Raises:
+        UserError: nothing listens there.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(f"The Ray cluster {address} does not answer ({error}): check --address.") from None
 
 
 def _run_job(job: str, path: list[str]) -> str:
@@ -54,6 +72,8 @@ class RayExecutor:
         resources: Mapping[str, float] | None = None,
         local: Mapping[str, Any] | None = None,
     ) -> None:
+        if address is not None:
+            check_reachable(address)
         try:
             import ray
         except ImportError:
@@ -83,7 +103,7 @@ class RayExecutor:
         if address is None:
             settings.update(include_dashboard=False, **local)
         try:
-            self._ray.init(address=address, **settings)
+            self._ray.init(address=address or "local", **settings)
         except (ConnectionError, TimeoutError, ValueError) as error:
             said = str(error).strip().partition("\n")[0]
             raise UserError(f"The Ray cluster {address} does not answer ({said}): check --address.") from error
