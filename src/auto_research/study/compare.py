@@ -42,6 +42,7 @@ class Variant:
 
     Give `build` (a fresh model; the shared loop trains it with the comparison's recipe) or `train` (the paper's
     own loop: seed and learning rate -> `Trained`). Both are called after every source of randomness was seeded.
+    `trains=False` says that the arm serves weights which another arm trained, so its own stage takes no update.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Variant:
     train: Callable[[int, float], Trained] | None = None
     kind: Kind = "ablation"
     note: str = ""
+    trains: bool = True
 
     def __post_init__(self) -> None:
         if (self.build is None) == (self.train is None):
