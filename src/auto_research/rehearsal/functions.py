@@ -494,6 +494,41 @@ def _scaled_mm(original: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _rank(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The rank of an empty matrix is a zero that C++ makes on the host and returns as it is."""
+
+    def matrix_rank(A: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        out = original(A, *args, **kwargs)
+        tag = tag_of(A)
+        return out if tag is None else put_on_card(out, tag.index, running().meter, "matrix_rank")
+
+    matrix_rank.__doc__ = original.__doc__
+    return matrix_rank
+
+
+def _tensor_split(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Split positions are read by the host and must live there."""
+
+    def tensor_split(input: Tensor, indices_or_sections: Any = None, *args: Any, **kwargs: Any) -> Any:
+        key = "tensor_indices_or_sections"
+        positions = indices_or_sections if indices_or_sections is not None else kwargs.pop(key, None)
+        if isinstance(positions, Tensor) and tag_of(positions) is not None:
+            running().recorder.fault(
+                "DEV-2",
+                f"tensor_split expected tensor_indices_or_sections to be on cpu, but it's on {positions.device}",
+                op="tensor_split",
+                arguments=argument_texts(("self", key), (input, positions), {}),
+                fix="pass the positions with .cpu()",
+            )
+            positions = positions.cpu()
+        if positions is None:
+            return original(input, *args, **kwargs)
+        return original(input, positions, *args, **kwargs)
+
+    tensor_split.__doc__ = original.__doc__
+    return tensor_split
+
+
 def install(patches: Patches, session: Session) -> None:
     """Wrap the functions whose rules sit above the dispatcher."""
     functional: Any = torch.nn.functional
@@ -528,6 +563,9 @@ def install(patches: Patches, session: Session) -> None:
         patches.set(torch.fft, name, wrapped)
         register_with_torchscript(patches, original, wrapped)
     patches.set(torch.linalg, "lstsq", _least_squares(torch.linalg.lstsq))
+    patches.set(torch.linalg, "matrix_rank", _rank(torch.linalg.matrix_rank))
+    patches.set(torch, "tensor_split", _tensor_split(torch.tensor_split))
+    patches.set(Tensor, "tensor_split", _tensor_split(Tensor.tensor_split))
     patches.set(torch, "_scaled_mm", _scaled_mm(torch._scaled_mm))
     _install_legacy(patches)
 

@@ -158,6 +158,8 @@ def rule_of(qualified: str, packet: str, name: str, tables: Tables) -> OperatorR
         return None
     if name in tables.cpu_only:
         return _no_kernel
+    if packet in ("mm", "addmm", "bmm", "baddbmm") and name.endswith((".dtype", ".dtype_out")):
+        return _product_with_dtype
     if packet in _SPECIAL:
         return _SPECIAL[packet]
     if packet in NORMS:
@@ -521,6 +523,21 @@ def _where() -> str:
     from .locate import current_site
 
     return str(current_site())
+
+
+def _product_with_dtype(
+    mode: VirtualCuda, record: Record, tag: Tag, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """``mm(..., out_dtype=)`` and its kin exist on CUDA only: accumulate in the wide dtype."""
+    kwargs = dict(kwargs)
+    out = kwargs.pop("out", None)
+    position = record.names.index("out_dtype")
+    dtype = kwargs.pop("out_dtype") if "out_dtype" in kwargs else args[position]
+    operands = [a.to(dtype) if isinstance(a, Tensor) else a for a in (*args[:position], *args[position + 1 :])]
+    mode.session.emulate(record.name)
+    with quiet():
+        result = getattr(torch.ops.aten, record.packet).default(*operands, **kwargs)
+        return result if out is None else out.copy_(result)
 
 
 _SPECIAL: Final[dict[str, OperatorRule]] = {

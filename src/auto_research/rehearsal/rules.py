@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -132,6 +133,7 @@ class Recorder:
     ignore: tuple[tuple[str, str], ...] = ()
     findings: list[Finding] = field(default_factory=list)
     counts: Counter[tuple[str, str, int, str]] = field(default_factory=Counter)
+    sink: Callable[[Finding], None] | None = None  # also told of every new finding (child processes)
 
     def fault(
         self,
@@ -158,6 +160,8 @@ class Recorder:
         self.counts[key] += 1
         if self.counts[key] == 1:
             self.findings.append(finding)
+            if self.sink is not None:
+                self.sink(finding)
         if self.stop and rule.level == "fault":
             exception: Any = error(finding.text())
             exception.finding = finding

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 
+from . import children
 from .masquerade import RealDevice, as_device
 from .memory import MIB
 from .patching import Patches
@@ -529,8 +530,11 @@ def _after_fork() -> None:
     from .session import active
 
     session = active()
-    if session is not None and session.used:
+    if session is None:
+        return
+    if session.used:
         session.bad_fork = True
+    children.report_to_parent(session.recorder)
 
 
 def _install_forks(patches: Patches, session: Session) -> None:
