@@ -166,6 +166,11 @@ def test_lambda_rises_by_a_fifth_above_the_budget_and_falls_by_it_below():
         penalty.update(torch.tensor(0.25))
     torch.testing.assert_close(penalty.weight, torch.tensor(1e-6))
     torch.testing.assert_close(penalty(torch.tensor(3.0)), torch.tensor(3e-6))
+    for _ in range(100):
+        penalty.update(torch.tensor(1.0))
+    torch.testing.assert_close(penalty.weight, torch.tensor(1e-2))  # the limit
+    penalty.update(torch.tensor(0.0))
+    torch.testing.assert_close(penalty.weight, torch.tensor(1e-2 / 1.2))
     assert "weight" in penalty.state_dict()
     with pytest.raises(ValueError, match="budget"):
         AdaptivePenalty(0.0)
@@ -173,13 +178,13 @@ def test_lambda_rises_by_a_fifth_above_the_budget_and_falls_by_it_below():
 
 def test_the_steered_penalty_brings_the_active_ratio_to_its_budget():
     torch.manual_seed(0)
-    layer, penalty = ReLUExperts(T, D, H, E), AdaptivePenalty(0.5, start=1e-3)
-    x = F.layer_norm(torch.randn(256, T, D), (D,))
+    layer, penalty = ReLUExperts(T, D, H, E), AdaptivePenalty(0.5, start=1e-3, limit=0.2)
+    x = F.layer_norm(torch.randn(64, T, D), (D,))
     optimiser = torch.optim.Adam(layer.parameters(), lr=1e-2)
     # The task would keep all experts: it asks for the output of open gates.
-    wanted = layer.experts(x, torch.ones(256, T, E)).detach()
+    wanted = layer.experts(x, torch.ones(64, T, E)).detach()
     ratios = []
-    for _ in range(400):
+    for _ in range(300):
         routing = Routing("infer")
         loss = F.mse_loss(layer(x, routing), wanted) + penalty(routing.penalty())
         optimiser.zero_grad()

@@ -234,17 +234,18 @@ class DCNv2(nn.Module):
         return self.head(torch.cat([crossed, self.deep(x)], dim=-1)).squeeze(-1)
 
 
-def parameters_on_meta(build: Callable[[], nn.Module]) -> int:
-    """Trainable scalars of what `build` makes, without allocating them or drawing a random number."""
-    with torch.device("meta"):
+def parameters_of(build: Callable[[], nn.Module]) -> int:
+    """Trainable scalars of what `build` makes; the global random state stays as it was."""
+    with torch.random.fork_rng(devices=[]):
         return sum(p.numel() for p in build().parameters() if p.requires_grad)
 
 
-def matched_width(parameters: Callable[[int], int], target: int, *, largest: int = 1 << 16) -> int:
-    """The width whose (growing) parameter count is nearest to `target`; found by bisection, at least 1."""
-    low, high = 1, largest
-    if parameters(high) < target:
-        raise ValueError(f"even width {largest} stays below {target} parameters")
+def matched_width(parameters: Callable[[int], int], target: int) -> int:
+    """The width, at least 1, whose parameter count is nearest to `target`; `parameters(width)` must grow."""
+    high = 1
+    while parameters(high) < target:
+        high *= 2
+    low = max(1, high // 2)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if parameters(middle) <= target else (low, middle)

@@ -34,7 +34,7 @@ from auto_research.layers.towers import (
     ScoreMLP,
     forward_flops,
     matched_width,
-    parameters_on_meta,
+    parameters_of,
 )
 from auto_research.layers.transformer import FeedForward
 from auto_research.runtime.device import device_for
@@ -279,10 +279,10 @@ def variants(task: ClickTask, config: RankMixerConfig) -> list[Variant]:
 
         return Variant(name, priced, kind=kind, note=note)
 
-    target = parameters_on_meta(mixer())
+    target = parameters_of(mixer())
 
     def matched(trunk: Callable[[int, int], nn.Module]) -> Callable[[], Ranker]:
-        width = matched_width(lambda w: parameters_on_meta(lambda: tower(trunk, w)), target)
+        width = matched_width(lambda w: parameters_of(lambda: tower(trunk, w)), target)
         return lambda: tower(trunk, width)
 
     return [
