@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from auto_research.layers.attention import KVCache
 from auto_research.layers.semantic_ids import Trie
 
 
@@ -146,3 +147,85 @@ def teacher_forced_scores(
             score = score + F.log_softmax(logits.float(), dim=-1).gather(1, following).view(rows, -1)
         pieces.append(score)
     return torch.cat(pieces, dim=1)
+
+
+@dataclass
+class _T5State:
+    memories: list[tuple[Tensor, Tensor]]
+    """Keys and values of the encoder's states per block, (B, H, S, D): one copy an input, whatever the beams."""
+    mask: Tensor
+    """Added to the cross-attention's scores, (B, 1, 1, S)."""
+    caches: list[KVCache]
+
+
+class T5Decoder:
+    """A Hugging Face T5 as a `StepDecoder`: its own weights, but the beams of an input share its encoder states.
+
+    `generate` copies keys and values of the encoder once a beam; here the beams of an input are further queries to one
+    copy. Batches: `input_ids` (B, S) and `attention_mask` (B, S).
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.blocks = [block.layer for block in model.decoder.block]
+        self.heads: int = model.config.num_heads
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (R, H, T, D)
+
+    def begin(self, batch: dict[str, Tensor]) -> _T5State:
+        """Runs the encoder and projects its states for every block's cross-attention."""
+        keep = batch["attention_mask"].bool()
+        hidden = self.model.encoder(input_ids=batch["input_ids"], attention_mask=keep.long()).last_hidden_state
+        memories = []
+        for _, cross, _ in self.blocks:
+            attention = cross.EncDecAttention
+            memories.append((self._split(attention.k(hidden)), self._split(attention.v(hidden))))
+        lowest = torch.finfo(hidden.dtype).min
+        mask = torch.zeros_like(keep, dtype=hidden.dtype).masked_fill(~keep, lowest)[:, None, None]
+        return _T5State(memories, mask, [KVCache() for _ in self.blocks])
+
+    def step(self, state: _T5State, tokens: Tensor | None) -> Tensor:
+        """Logits (R, V) after tokens (R,)."""
+        config, decoder = self.model.config, self.model.decoder
+        inputs = len(state.mask)
+        if tokens is None:
+            tokens = torch.full((inputs,), config.decoder_start_token_id, device=state.mask.device)
+        x = decoder.embed_tokens(tokens[:, None])  # (R, 1, dim)
+        bias = self._position_bias(state.caches[0].length)
+        for (own, cross, feed_forward), memory, cache in zip(self.blocks, state.memories, state.caches, strict=True):
+            attention, normed = own.SelfAttention, own.layer_norm(x)
+            key, value = cache.append(self._split(attention.k(normed)), self._split(attention.v(normed)))
+            x = x + attention.o(self._attend(self._split(attention.q(normed)), key, value, bias))
+            attention, normed = cross.EncDecAttention, cross.layer_norm(x)
+            # (R, H, 1, D) -> the beams of an input as its queries, (B, H, n, D)
+            query = self._split(attention.q(normed)).unflatten(0, (inputs, -1))[:, :, :, 0].transpose(1, 2)
+            x = x + attention.o(self._attend(query, *memory, state.mask).view(len(x), 1, -1))
+            x = x + feed_forward.DenseReluDense(feed_forward.layer_norm(x))
+        x = decoder.final_layer_norm(x[:, 0])
+        if getattr(config, "scale_decoder_outputs", config.tie_word_embeddings):
+            x = x * config.d_model**-0.5
+        return self.model.lm_head(x)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+        """T5 does not scale its scores. Returns (B, Q, heads * D)."""
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=1.0)
+        return out.transpose(1, 2).flatten(2)
+
+    def _position_bias(self, past: int) -> Tensor:
+        """Bias (1, H, 1, past + 1) of the newest position, by T5's relative buckets."""
+        attention = self.blocks[0][0].SelfAttention
+        table = attention.relative_attention_bias
+        relative = torch.arange(-past, 1, device=table.weight.device)
+        bucket = attention._relative_position_bucket(
+            relative,
+            bidirectional=False,
+            num_buckets=attention.relative_attention_num_buckets,
+            max_distance=attention.relative_attention_max_distance,
+        )
+        return table(bucket).T[None, :, None]
+
+    def reorder(self, state: _T5State, rows: Tensor) -> None:
+        """Reorders what was decoded; the encoder's states stay where they are."""
+        for cache in state.caches:
+            cache.select(rows)

@@ -50,7 +50,7 @@ class SemanticIds:
 
     def __post_init__(self) -> None:
         if self.codes.dim() != 2 or self.codes.shape[1] != len(self.sizes):
-            raise ValueError(f"codes {tuple(self.codes.shape)} do not have one column for each of {len(self.sizes)} sizes")
+            raise ValueError(f"codes of shape {tuple(self.codes.shape)} need {len(self.sizes)} columns")
         highest = torch.tensor(self.sizes)
         if len(self.codes) and (bool((self.codes < 0).any()) or bool((self.codes.amax(0) >= highest).any())):
             raise ValueError(f"a code lies outside its level's range {self.sizes}")

@@ -44,6 +44,8 @@ def tfidf_vectors(texts: Sequence[str], dim: int = 256) -> Tensor:
     weighted = weighted.multiply(1.0 / np.maximum(length, 1e-12)[:, None]).tocsr()
     rank = min(dim, min(weighted.shape) - 1)
     left, value, _ = svds(weighted, k=rank, v0=np.ones(min(weighted.shape)))
+    # A singular vector's sign is arbitrary: its entry of largest magnitude is made positive.
+    left = left * np.sign(left[np.abs(left).argmax(0), np.arange(rank)])
     return centred_unit(torch.from_numpy(np.ascontiguousarray((left * value)[:, ::-1])).float())
 
 

@@ -1,0 +1,187 @@
+"""TIGER's own parts: tokenizer, arms, cold start, diversity and the decision rule."""
+
+import types
+
+import pytest
+import torch
+
+from auto_research.layers.semantic_ids import SemanticIds
+from auto_research.papers.generative import tiger
+from auto_research.papers.generative.tiger import (
+    LSH,
+    POPULAR,
+    RANDOM,
+    TIGER,
+    Tiger,
+    TigerConfig,
+    decision,
+    id_tables,
+    matched_sasrec,
+    train_tokenizer,
+)
+from auto_research.tasks.base import count_parameters
+
+CONFIG = TigerConfig(codes=8, hidden_widths=(16,), latent=6, dim=16, heads=2, hidden=32, layers=1, beams=12)
+
+
+def clustered_content(items: int = 120) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(0)
+    centres = torch.randn(8, 12, generator=draw)
+    noise = 0.3 * torch.randn(items, 12, generator=draw)
+    vectors = centres[torch.arange(items) % 8] + noise
+    return vectors / vectors.norm(dim=1, keepdim=True)
+
+
+def test_tokenizer_learns_uses_its_codes_and_is_frozen():
+    content = clustered_content()
+    torch.manual_seed(0)
+    tokenizer = train_tokenizer(content, CONFIG, steps=400, seed=0, device=torch.device("cpu"))
+    with torch.no_grad():
+        reconstruction, _ = tokenizer(content)
+    assert (content - reconstruction).square().sum(1).mean() < 0.8 * content.square().sum(1).mean()
+    ids = SemanticIds.number(tokenizer.encode(content), 8)
+    assert min(ids.report()[f"code_usage_level_{level}"] for level in range(3)) >= 0.8
+    assert not any(parameter.requires_grad for parameter in tokenizer.parameters())
+    # Same cluster, same first code, more often than not; the hierarchy follows content.
+    first = ids.codes[:, 0]
+    same = torch.arange(120)[:, None] % 8 == torch.arange(120) % 8
+    agree = first[:, None] == first
+    assert agree[same].float().mean() > 2 * agree[~same].float().mean()
+
+
+def test_tokenizer_depends_on_the_seed_alone():
+    content = clustered_content()
+    made = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        made.append(train_tokenizer(content, CONFIG, steps=5, seed=1, device=torch.device("cpu")).encode(content))
+    assert torch.equal(*made)
+
+
+def arms() -> dict[str, SemanticIds]:
+    return id_tables(torch.randint(8, (60, 3), generator=torch.Generator().manual_seed(0)), clustered_content(60), CONFIG)
+
+
+def test_arms_share_vocabulary_and_parameter_count():
+    tables = arms()
+    tables[RANDOM] = tables[TIGER].shuffled(torch.Generator().manual_seed(1))
+    sizes = {table.sizes for table in tables.values()}
+    assert len(sizes) == 1
+    counts = {count_parameters(Tiger(table, CONFIG.generator)) for table in tables.values()}
+    assert len(counts) == 1
+    sasrec = count_parameters(matched_sasrec(60, counts.copy().pop(), CONFIG))
+    assert abs(sasrec - counts.pop()) / sasrec < 0.1
+    assert int(tables[LSH].codes.max()) < max(tables[LSH].sizes)
+
+
+def test_random_ids_match_the_methods_last_token_distribution():
+    table = arms()[TIGER]
+    shuffled = table.shuffled(torch.Generator().manual_seed(1))
+    assert torch.equal(table.codes[:, -1].bincount(), shuffled.codes[:, -1].bincount())
+    assert not torch.equal(table.codes, shuffled.codes)
+
+
+def test_items_without_a_collision_token_share_an_id_in_order_of_popularity():
+    codes = torch.tensor([[0, 0, 0], [0, 0, 0], [1, 2, 3], [0, 0, 0]])
+    ids = SemanticIds.number(codes, 8).unnumbered()
+    torch.manual_seed(0)
+    model = Tiger(ids, CONFIG.generator, torch.tensor([1.0, 9.0, 4.0, 5.0])).eval()
+    listed = model.recommend({"sequence": torch.tensor([[3]]), "user": torch.tensor([0])}, 4)[0].tolist()
+    assert listed in ([2, 4, 1, 3], [3, 2, 4, 1])
+
+
+def cold_model() -> tuple[Tiger, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    ids = SemanticIds.number(torch.randint(3, (40, 3)), 3)
+    model = Tiger(ids, CONFIG.generator).eval()
+    return model, {"sequence": torch.randint(1, 41, (3, 5)), "user": torch.arange(3)}
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.2, 0.5, 1.0])
+def test_cold_start_follows_its_prefix_and_stays_within_epsilon(epsilon):
+    model, batch = cold_model()
+    unseen = torch.randint(3, (25, 3), generator=torch.Generator().manual_seed(4))
+    top = 10
+    items, cold = model.with_unseen(batch, unseen, top, epsilon)
+    warm = model.recommend(batch, top)
+    assert (cold.sum(1) <= int(epsilon * top)).all()
+    for row in range(3):
+        prefix, brought = None, []
+        for item, is_cold in zip(items[row].tolist(), cold[row].tolist(), strict=True):
+            if is_cold:
+                assert unseen[item - 1].tolist() == prefix
+                brought.append(item)
+            else:
+                prefix = model.codes[item - 1, :3].tolist()
+        assert len(set(brought)) == len(brought)
+        known = items[row][~cold[row]]
+        assert torch.equal(known, warm[row][: len(known)])
+    if epsilon == 0.0:
+        assert torch.equal(items, warm)
+    if epsilon == 1.0:
+        assert cold.any()
+
+
+def test_cold_start_equals_a_loop():
+    model, batch = cold_model()
+    unseen = torch.randint(3, (25, 3), generator=torch.Generator().manual_seed(4))
+    items, cold = model.with_unseen(batch, unseen, 10, 0.3)
+    ranked = model.recommend(batch, 12)
+    for row in range(3):
+        expected, taken, used = [], 0, set()
+        for item in ranked[row].tolist():
+            expected.append((item, False))
+            for number, codes in enumerate(unseen.tolist()):
+                if codes == model.codes[item - 1, :3].tolist() and number not in used and taken < 3:
+                    expected.append((number + 1, True))
+                    used.add(number)
+                    taken += 1
+        assert list(zip(items[row].tolist(), cold[row].tolist(), strict=True)) == expected[:10]
+
+
+def test_heat_at_the_first_level_widens_the_list():
+    torch.manual_seed(0)
+    ids = SemanticIds.number(torch.randint(32, (200, 3)), 32)
+    model = Tiger(ids, CONFIG.generator).eval()
+    batch = {"sequence": torch.randint(1, 201, (8, 5)), "user": torch.arange(8)}
+
+    def coarse(items: torch.Tensor) -> float:
+        return sum(len(model.codes[row - 1, 0].unique()) for row in items) / len(items)
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0)
+    generator = torch.Generator().manual_seed(0)
+    cold = coarse(model.diverse(batch, 10, (0.0,) * 4))
+    assert coarse(model.diverse(batch, 10, (100.0, 100.0, 100.0, 0.0), generator)) > cold
+
+
+def comparison_of(ours: list[float], control: list[float], floor: float):
+    values = {TIGER: ours, RANDOM: control, POPULAR: [floor] * 3}
+    return types.SimpleNamespace(per_seed=lambda name, _: torch.tensor(values[name], dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("ours", "control", "floor", "states"),
+    [
+        ([0.05, 0.052, 0.051], [0.03, 0.031, 0.032], 0.015, ["holds", "holds", "holds"]),
+        ([0.03, 0.031, 0.032], [0.05, 0.052, 0.051], 0.015, ["reversed", "holds", "holds"]),
+        ([0.010, 0.011, 0.012], [0.02, 0.021, 0.022], 0.015, ["undecided", "undecided", "holds"]),
+        ([0.05, 0.03, 0.04], [0.049, 0.029, 0.039], 0.015, ["undecided", "holds", "holds"]),
+        ([0.02, 0.021, 0.022], [0.010, 0.011, 0.012], 0.015, ["holds", "holds", "undecided"]),
+    ],
+)
+def test_decision_rule(ours, control, floor, states):
+    clauses = decision(comparison_of(ours, control, floor))
+    assert [clause.decide(lambda *_: None)[0] for clause in clauses] == states
+
+
+def test_full_budget_has_the_papers_shape():
+    from auto_research.papers._registry import adapter
+    from auto_research.study.context import Study
+
+    study = Study(card=adapter("tiger").card, budget="full", device="cpu", quiet=True)
+    config = tiger.configured(study)
+    assert (config.codes, config.levels, config.dim, config.heads, config.head_dim) == (256, 3, 128, 6, 64)
+    assert (config.hidden, config.layers, config.dropout, config.user_tokens) == (1024, 4, 0.1, 2000)
+    assert (config.hidden_widths, config.latent, config.beta) == ((512, 256, 128), 32, 0.25)
