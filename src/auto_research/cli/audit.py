@@ -178,6 +178,8 @@ def _resolve(device: str) -> str:
     """The device as it is called here; when CUDA is absent, the sentence says what to do about it."""
     from auto_research.runtime.device import resolve_device
 
+    if device == "cpu":  # always there: an audit of the CPU path needs no torch in this process
+        return device
     try:
         return str(resolve_device(device))
     except DeviceAbsent as error:

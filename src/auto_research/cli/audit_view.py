@@ -61,7 +61,7 @@ class LiveView:
                 Text(f"{len(progress.kept)} kept from the earlier run: {', '.join(sorted(progress.kept))}")
             )
         if result is not None:
-            self.console.print(self._line(progress, result))
+            self.console.print(self._line(progress, result), soft_wrap=True)
 
     def _line(self, progress: Progress, result: AdapterResult) -> Text:
         line = Text(f"[{len(progress.results)}/{len(progress.planned)}] {result.key:<24} {result.seconds:7.1f} s  ")
@@ -100,7 +100,7 @@ def print_summary(record: AuditRecord, path: Path, reports: Sequence[Path], cons
     console = console or Console(highlight=False)
     table = Table(box=box.SIMPLE_HEAD)
     for column, justify in (("adapter", "left"), ("status", "left"), ("seconds", "right"), ("device work", "left")):
-        table.add_column(column, justify=justify, no_wrap=column == "adapter")  # type: ignore[arg-type]
+        table.add_column(column, justify=justify, no_wrap=column != "device work")  # type: ignore[arg-type]
     for result in record.results:
         said = result.reason
         if not result.explicit and result.status == "completed_without_device_call":
