@@ -65,19 +65,12 @@ def list_papers(
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD)
-    for column in ("key", "title", "organisation", "year", "family", "fidelity", "data sets"):
-        table.add_column(column, no_wrap=column == "key")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    for column, width in {"key": 18, "family": 13, "year": 4, "fidelity": 14}.items():
+        table.add_column(column, no_wrap=True, min_width=width)
+    table.add_column("title", no_wrap=True, overflow="ellipsis")
     for row in rows:
-        table.add_row(
-            row["key"],
-            row["title"],
-            row["organisation"],
-            row["published"][:4],
-            row["family"],
-            row["fidelity"],
-            ", ".join(row["datasets"]),
-        )
+        table.add_row(row["key"], row["family"], row["published"][:4], row["fidelity"], row["title"])
     console = Console()
     console.print(table)
     console.print(f"{len(rows)} of {len(found)} papers. `auto-research show KEY` opens one.", highlight=False)

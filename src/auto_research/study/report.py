@@ -42,7 +42,7 @@ def _svg(figure: Figure) -> str:
     import matplotlib.pyplot as plt
 
     buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", bbox_inches="tight", transparent=True)
+    figure.savefig(buffer, format="svg", bbox_inches="tight", transparent=True, metadata={"Date": None})
     plt.close(figure)
     text = buffer.getvalue()
     return text[text.index("<svg") :]
