@@ -138,6 +138,20 @@ def _thin(values: Sequence[float], most: int = 200) -> list[float | None]:
     return [round(float(piece.mean()), 6) for piece in pieces]
 
 
+def resample(evaluations: Sequence[Evaluation], metric: str, *, resamples: int = RESAMPLES, seed: int = 0) -> Tensor:
+    """A metric on resampled units, (S, R) float64, for evaluations of S seeds.
+
+    Each resample draws units with replacement. The draw depends on `seed` and the number of units alone, so that
+    two variants are resampled alike.
+    """
+    units = evaluations[0].units
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(units, (resamples, units), generator=generator)
+    weights = torch.zeros(resamples, units, dtype=torch.float64)
+    weights.scatter_add_(1, drawn, torch.ones_like(weights))
+    return torch.stack([evaluation.metrics[metric].resample(weights) for evaluation in evaluations])
+
+
 def paired_difference(
     method: Sequence[Evaluation],
     baseline: Sequence[Evaluation],
@@ -145,14 +159,14 @@ def paired_difference(
     *,
     names: tuple[str, str] = ("method", "baseline"),
     lower_is_better: bool = False,
-    resamples: int = RESAMPLES,
+    resampled: tuple[Tensor, Tensor] | None = None,
     seed: int = 0,
 ) -> Difference:
     """Paired bootstrap of method minus baseline over units and seeds.
 
-    Each resample draws units with replacement, the same for both sides and all seeds, and seeds with replacement;
-    so the interval holds both the sampling of test units and the luck of training. One evaluation a seed, in the
-    same seed order on both sides; both sides must have the same units.
+    Units are drawn alike for both sides and all seeds, and seeds are drawn too; so the interval holds both the
+    sampling of test units and the luck of training. One evaluation a seed, in the same seed order on both sides;
+    both sides must have the same units. `resampled` are the results of `resample` for both, where they are at hand.
     """
     if len(method) != len(baseline) or not method:
         raise ValueError(f"{names[0]} and {names[1]} must have the same seeds, got {len(method)} and {len(baseline)}")
@@ -160,19 +174,11 @@ def paired_difference(
     if any(e.units != units for e in (*method, *baseline)):
         raise ValueError(f"{names[0]} and {names[1]} were evaluated on different units")
     sign = -1.0 if lower_is_better else 1.0
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(units, (resamples, units), generator=generator)
-    weights = torch.zeros(resamples, units, dtype=torch.float64)
-    weights.scatter_add_(1, drawn, torch.ones_like(weights))
-    seeds = torch.randint(len(method), (resamples, len(method)), generator=generator)
-    gaps = torch.stack(
-        [
-            sign * (m.metrics[metric].resample(weights) - b.metrics[metric].resample(weights))
-            for m, b in zip(method, baseline, strict=True)
-        ]
-    )  # (seeds, R)
-    resampled = gaps.gather(0, seeds.T).mean(0)
-    low, high = torch.quantile(resampled[~resampled.isnan()], torch.tensor([0.025, 0.975], dtype=torch.float64))
+    first, second = resampled or (resample(method, metric, seed=seed), resample(baseline, metric, seed=seed))
+    gaps = sign * (first - second)  # (S, R)
+    seeds = torch.randint(len(method), gaps.T.shape, generator=torch.Generator().manual_seed(seed + 1))
+    means = gaps.gather(0, seeds.T).mean(0)
+    low, high = torch.quantile(means[~means.isnan()], torch.tensor([0.025, 0.975], dtype=torch.float64))
     observed = [sign * (m[metric] - b[metric]) for m, b in zip(method, baseline, strict=True)]
     baseline_mean = sum(b[metric] for b in baseline) / len(baseline)
     mean = sum(observed) / len(observed)
@@ -206,6 +212,13 @@ class Comparison:
     steps: int
     recipe: dict[str, Any]
     clauses: Sequence[Clause] = ()
+    _resampled: dict[tuple[str, str], Tensor] = field(default_factory=dict, repr=False)
+
+    def _resample(self, variant: str, metric: str) -> Tensor:
+        """Resampled once for all the differences that need it, (S, R)."""
+        if (variant, metric) not in self._resampled:
+            self._resampled[variant, metric] = resample(self.tests(variant), metric)
+        return self._resampled[variant, metric]
 
     def tests(self, variant: str) -> list[Evaluation]:
         """Test evaluations of a variant, one a seed."""
@@ -219,6 +232,7 @@ class Comparison:
             metric,
             names=(method, baseline),
             lower_is_better=metric in self.lower_is_better,
+            resampled=(self._resample(method, metric), self._resample(baseline, metric)),
         )
 
     def per_seed(self, variant: str, metric: str) -> Tensor:
