@@ -154,7 +154,7 @@ def main() -> None:
             seconds[name].append(time.process_time() - started)
     median = {name: statistics.median(values) for name, values in seconds.items()}
     ratio = median["hugging_face"] / median["ours"]
-    print(f"ours {median['ours']:.3f} s, Hugging Face {median['hugging_face']:.3f} s (CPU time): {ratio:.1f} times faster")
+    print(f"CPU time: ours {median['ours']:.3f} s, Hugging Face {median['hugging_face']:.3f} s, {ratio:.1f} times")
     settings = {name: value for name, value in vars(options).items() if name != "output"}
     options.output.parent.mkdir(parents=True, exist_ok=True)
     write_json_atomic(

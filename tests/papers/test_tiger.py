@@ -59,7 +59,8 @@ def test_tokenizer_depends_on_the_seed_alone():
 
 
 def arms() -> dict[str, SemanticIds]:
-    return id_tables(torch.randint(8, (60, 3), generator=torch.Generator().manual_seed(0)), clustered_content(60), CONFIG)
+    codes = torch.randint(8, (60, 3), generator=torch.Generator().manual_seed(0))
+    return id_tables(codes, clustered_content(60), CONFIG)
 
 
 def test_arms_share_vocabulary_and_parameter_count():
@@ -139,21 +140,19 @@ def test_cold_start_equals_a_loop():
         assert list(zip(items[row].tolist(), cold[row].tolist(), strict=True)) == expected[:10]
 
 
-def test_heat_at_the_first_level_widens_the_list():
+def test_heat_at_coarse_levels_spreads_the_lists_over_categories():
     torch.manual_seed(0)
     ids = SemanticIds.number(torch.randint(32, (200, 3)), 32)
     model = Tiger(ids, CONFIG.generator).eval()
     batch = {"sequence": torch.randint(1, 201, (8, 5)), "user": torch.arange(8)}
-
-    def coarse(items: torch.Tensor) -> float:
-        return sum(len(model.codes[row - 1, 0].unique()) for row in items) / len(items)
-
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3.0)
     generator = torch.Generator().manual_seed(0)
-    cold = coarse(model.diverse(batch, 10, (0.0,) * 4))
-    assert coarse(model.diverse(batch, 10, (100.0, 100.0, 100.0, 0.0), generator)) > cold
+
+    def categories(temperatures: tuple[float, ...]) -> float:
+        """Different first codes that a user is shown over five lists."""
+        lists = torch.cat([model.diverse(batch, 10, temperatures, generator) for _ in range(5)], dim=1)
+        return sum(len(model.codes[row - 1, 0].unique()) for row in lists) / len(lists)
+
+    assert categories((100.0, 100.0, 0.0, 0.0)) > 1.5 * categories((0.0,) * 4)
 
 
 def comparison_of(ours: list[float], control: list[float], floor: float):

@@ -44,8 +44,9 @@ def tfidf_vectors(texts: Sequence[str], dim: int = 256) -> Tensor:
     weighted = weighted.multiply(1.0 / np.maximum(length, 1e-12)[:, None]).tocsr()
     rank = min(dim, min(weighted.shape) - 1)
     left, value, _ = svds(weighted, k=rank, v0=np.ones(min(weighted.shape)))
-    # A singular vector's sign is arbitrary: its entry of largest magnitude is made positive.
-    left = left * np.sign(left[np.abs(left).argmax(0), np.arange(rank)])
+    # A singular vector's sign is arbitrary: its first entry of (nearly) the largest magnitude is made positive.
+    size = np.abs(left)
+    left = left * np.sign(left[(size > 0.99 * size.max(0)).argmax(0), np.arange(rank)])
     return centred_unit(torch.from_numpy(np.ascontiguousarray((left * value)[:, ::-1])).float())
 
 

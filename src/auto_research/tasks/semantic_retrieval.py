@@ -102,23 +102,17 @@ class SemanticRetrieval(NextItem):
     def _evaluate_lists(self, model: Any, split: Split, device: torch.device) -> Evaluation:
         ranks, lists, places = [], [], []
         for batch, target, rows in self.cases(split, device):
-            listed = without_history(model.recommend(batch, self.list_length), batch["history"], target)
-            hit = listed == target[:, None]
-            position = hit.int().argmax(1) + 1
-            ranks.append(torch.where(hit.any(1), position, self.num_items))
-            top = listed[:, :10]
-            # A list is for showing: the target earns no place in it that its history would deny.
-            lists.append(top.masked_fill(self._seen(top, batch["history"]), 0))
+            recommended = model.recommend(batch, self.list_length)
+            hit = without_history(recommended, batch["history"], target) == target[:, None]
+            ranks.append(torch.where(hit.any(1), hit.int().argmax(1) + 1, self.num_items))
+            # What is shown: the target earns no place in it that its history denies.
+            lists.append(without_history(recommended, batch["history"])[:, :10])
             places.append(rows)
         if not ranks:
             raise ValueError(f"the {split} split has no case with a target")
         case = torch.cat(places).cpu()
         order = case.argsort()
         return self._summarise(split, case[order], torch.cat(ranks).cpu()[order], torch.cat(lists).cpu()[order])
-
-    @staticmethod
-    def _seen(items: Tensor, history: Tensor) -> Tensor:
-        return (items[:, :, None] == history[:, None, :]).any(-1) & (items > 0)
 
     def invalid_rate(self, model: SemanticIdTransformer, split: Split, device: torch.device, top: int = 10) -> float:
         """Share of the first `top` sequences of an unconstrained beam that are the id of no item."""

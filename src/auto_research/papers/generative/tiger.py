@@ -340,7 +340,8 @@ def run(study: Study, config: TigerConfig | None = None) -> Comparison:
             Variant(MARKOV, lambda: MarkovOfFive(split), kind="floor"),
         ],
         steps=study.steps("generator", smoke=20, standard=600, full=200_000),
-        recipe=Recipe(learning_rate=2e-3, batch_size=64, warmup=0.1, validations=3),
+        recipe=Recipe(batch_size=64, warmup=0.1, validations=3),
+        learning_rates=(3e-3,) if study.budget == "smoke" else (1e-3, 3e-3),
         device=device,
     )
     return replace(comparison, clauses=decision(comparison))
@@ -375,7 +376,8 @@ def specimens() -> list[Specimen]:
     def build(config: TigerConfig, table: SemanticIds = ids) -> Tiger:
         return Tiger(table, config.generator)
 
-    content = torch.randn(32, 20, generator=draw)
+    # Four kinds of item, so that few codes can describe them.
+    content = torch.randn(4, 20, generator=draw).repeat(8, 1) + 0.1 * torch.randn(32, 20, generator=draw)
 
     def tokenizer(config: TigerConfig) -> RQVAE:
         model = RQVAE(
