@@ -12,7 +12,7 @@ setup:
 	@$(PYTHON) scripts/setup_env.py
 
 audit: setup
-	$(BIN)/auto-research audit --output runs/audit/audit.json
+	$(BIN)/auto-research audit --include-concept-demos --output runs/audit/audit.json
 
 test: setup
 	$(BIN)/ruff check .

@@ -30,12 +30,11 @@ from auto_research.papers._registry import Adapter
 from auto_research.runtime.budget import variable_name
 from auto_research.runtime.errors import UserError
 from auto_research.runtime.evidence import device_work_verdict
-from auto_research.runtime.process import LANGUAGE_PRELOAD, Job, Outcome, Running, start
+from auto_research.runtime.process import LANGUAGE_PRELOAD, TORCH_PRELOAD, Job, Outcome, Running, start
 from auto_research.runtime.records import OutputLock, read_jsonl, read_record, write_json_atomic
 from auto_research.runtime.versions import cores, environment
 
 TARGET = "auto_research.study.execute:run_adapter"
-OPTIMISERS = "torch._dynamo"  # imported by the first optimiser of a process, which takes seconds
 TAIL_LINES = 60
 TAIL_CHARACTERS = 8_000
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
@@ -179,7 +178,7 @@ class _Runner:
         """Runs the adapters, `workers` at a time, and yields each result as it comes."""
         # What every adapter imports sooner or later is imported once, by the server that all processes are forked from.
         speaks = any(self.adapters[key].card.checkpoints for key in keys)
-        preload = (*LANGUAGE_PRELOAD, OPTIMISERS) if speaks else ("torch", OPTIMISERS)
+        preload = LANGUAGE_PRELOAD if speaks else TORCH_PRELOAD
         pool = ThreadPoolExecutor(self.settings.workers, thread_name_prefix="audit")
         try:
             pending: set[Future[AdapterResult | None]] = {pool.submit(self._run, key, preload) for key in keys}

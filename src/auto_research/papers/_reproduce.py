@@ -15,7 +15,7 @@ from auto_research.papers._registry import Adapter, adapters
 from auto_research.runtime.budget import Budget, Overrides
 from auto_research.runtime.device import resolve_device
 from auto_research.runtime.errors import UserError
-from auto_research.runtime.process import LANGUAGE_PRELOAD, Job, Outcome
+from auto_research.runtime.process import LANGUAGE_PRELOAD, TORCH_PRELOAD, Job, Outcome
 from auto_research.runtime.records import write_json_atomic, write_text_atomic
 from auto_research.study.context import CheckpointChoice
 from auto_research.study.execute import StudyRecord
@@ -97,7 +97,7 @@ def _job(adapter: Adapter, request: Request, root: Path) -> Job:
         timeout_s=request.timeout_s,
         log_path=folder / "log.txt",
         result_path=folder / "outcome.json",
-        preload=LANGUAGE_PRELOAD if adapter.card.checkpoints else ("torch",),
+        preload=LANGUAGE_PRELOAD if adapter.card.checkpoints else TORCH_PRELOAD,
         name=adapter.key,
     )
 

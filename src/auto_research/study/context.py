@@ -183,7 +183,7 @@ class Study:
                 log.append(
                     "stage_end",
                     stage=name,
-                    trains=trains,
+                    trains=stage.trains,
                     seconds=round(stage.seconds, 3),
                     optimiser_steps=stage.optimiser_steps,
                 )
@@ -229,6 +229,7 @@ class Study:
                     chosen = (trial.learning_rate,)
                     trial.test = trial.read_test()
                     trials.setdefault(variant.name, []).append(trial)
+                    stage.trains &= trial.parameters > 0  # a closed form has nothing to train
                     self.say(
                         f"{variant.name}, seed {seed}: validation {task.primary} {trial.validation[task.primary]:.4f}"
                     )
