@@ -18,6 +18,7 @@ Letters: I items, D content width, L learned levels of K codes, m = L + 1 tokens
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -193,7 +194,10 @@ def matched_sasrec(num_items: int, parameters: int, config: TigerConfig) -> SASR
         with torch.device("meta"):
             return count_parameters(build(dim))
 
-    return build(min(range(8, 513, 4), key=lambda dim: abs(weights(dim) - parameters)))
+    widths = range(8, 513, 4)
+    above = bisect_left(widths, parameters, key=weights)
+    nearest = widths[max(0, above - 1) : above + 1] or widths[-1:]
+    return build(min(nearest, key=lambda dim: abs(weights(dim) - parameters)))
 
 
 # -- the comparison -------------------------------------------------------------------------------------------------
@@ -293,7 +297,7 @@ def run(study: Study, config: TigerConfig | None = None) -> Comparison:
         content = content_of(study, split, config, device)
     with study.stage("quantise"):
         torch.manual_seed(study.seeds[0])
-        steps = study.steps("rqvae", smoke=60, standard=400, full=20_000)
+        steps = study.steps("rqvae", smoke=30, standard=400, full=20_000)
         tokenizer = train_tokenizer(content, config, steps=steps, seed=study.seeds[0], device=device)
         ids = id_tables(tokenizer.encode(content.to(device)).cpu(), content, config)
     semantic = ids[TIGER]
@@ -340,7 +344,7 @@ def run(study: Study, config: TigerConfig | None = None) -> Comparison:
             Variant(MARKOV, lambda: MarkovOfFive(split), kind="floor"),
         ],
         steps=study.steps("generator", smoke=20, standard=600, full=200_000),
-        recipe=Recipe(batch_size=64, warmup=0.1, validations=3),
+        recipe=Recipe(batch_size=64, warmup=0.1, validations=1 if study.budget == "smoke" else 3),
         learning_rates=(3e-3,) if study.budget == "smoke" else (1e-3, 3e-3),
         device=device,
     )
