@@ -220,7 +220,7 @@ class Study:
         trials: dict[str, list[Trial]] = {}
         grid = tuple(learning_rates) or (recipe.learning_rate,)
         for variant in variants:
-            with self.stage(variant.name, trains=variant.trains and variant.kind != "floor"):
+            with self.stage(variant.name, trains=variant.trains and variant.kind != "floor") as stage:
                 chosen = grid
                 for seed in self.seeds:
                     tried = [self._trial(task, variant, seed, rate, steps, device, recipe) for rate in chosen]
