@@ -7,8 +7,6 @@ read the whole `history` of a batch where there is one, and are finished once bu
 from __future__ import annotations
 
 import math
-import re
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -20,6 +18,7 @@ from auto_research.data.sequences import SequenceSplit
 from auto_research.layers.item_loss import LossKind, item_loss
 from auto_research.layers.transformer import Activation, CausalTransformer, init_transformer
 from auto_research.tasks.base import Batch
+from auto_research.tasks.bm25 import BM25Index
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
@@ -214,54 +213,16 @@ class EASE(nn.Module):
         return nn.functional.pad(out, (1, 0))
 
 
-def words(text: str) -> list[str]:
-    """Lower-case words and numbers of a text."""
-    return re.findall(r"\w+", text.lower())
-
-
 class BM25(nn.Module):
-    """Okapi BM25 between the titles of the latest events (the query) and every item's title (the documents).
-
-    score(item) = sum over query words w of idf(w) tf (k1 + 1) / (tf + k1 (1 - b + b length / mean length)), with
-    idf(w) = ln(1 + (N - df + 0.5) / (df + 0.5)); a word counts as often as the query repeats it.
-    """
-
-    item: Tensor
-    word: Tensor
-    weight: Tensor
-    title: Tensor
+    """BM25 (see `tasks.bm25`) between the titles of the latest events (the query) and every item's title."""
 
     def __init__(self, titles: Sequence[str], recent: int = 10, k1: float = 1.2, b: float = 0.75) -> None:
         super().__init__()
         self.recent = recent
-        documents = [words(title) for title in titles]
-        vocabulary = {word: i + 1 for i, word in enumerate(dict.fromkeys(w for d in documents for w in d))}
-        coded = [Counter(vocabulary[w] for w in document) for document in documents]
-        item = np.array([i + 1 for i, document in enumerate(coded) for _ in document], dtype=np.int64)
-        word = np.array([w for document in coded for w in document], dtype=np.int64)
-        frequency = np.array([n for document in coded for n in document.values()], dtype=np.float64)
-        length = np.array([0] + [len(document) for document in documents], dtype=np.float64)
-        document_frequency = np.bincount(word, minlength=len(vocabulary) + 1)
-        idf = np.log1p((len(titles) - document_frequency + 0.5) / (document_frequency + 0.5))
-        relative = length / max(1e-12, length[1:].mean()) if len(titles) else length
-        weight = idf[word] * frequency * (k1 + 1) / (frequency + k1 * (1 - b + b * relative[item]))
-        # Words of each title as a rectangle (I + 1, L), 0 = none: the queries are gathered from it.
-        title = np.zeros((len(titles) + 1, max([1, *map(len, documents)])), dtype=np.int64)
-        for i, document in enumerate(documents):
-            title[i + 1, : len(document)] = [vocabulary[w] for w in document]
-        self.words = len(vocabulary) + 1
-        self.register_buffer("item", torch.from_numpy(item))
-        self.register_buffer("word", torch.from_numpy(word))
-        self.register_buffer("weight", torch.from_numpy(weight).float())
-        self.register_buffer("title", torch.from_numpy(title))
+        self.index = BM25Index(titles, k1, b)
 
     def scores(self, batch: Batch) -> Tensor:
-        asked = self.title[batch["sequence"][:, -self.recent :]].flatten(1)
-        query = torch.zeros(len(asked), self.words, device=asked.device)
-        query.scatter_add_(1, asked, torch.ones_like(asked, dtype=query.dtype))
-        matched = query.T[self.word] * self.weight[:, None]  # (postings, B)
-        total = torch.zeros(len(self.title), len(asked), device=asked.device)
-        return total.index_add_(0, self.item, matched).T
+        return self.index(self.index.counts_of_items(batch["sequence"][:, -self.recent :]))
 
 
 class SASRec(nn.Module):
