@@ -64,7 +64,13 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _mean_cross_entropy(
-    hidden: Tensor, target: Tensor, items: Tensor, bias: Tensor | None, slot: Tensor, drawn: Tensor | None, block: int
+    hidden: Tensor,
+    target: Tensor,
+    items: Tensor,
+    bias: Tensor | None,
+    slot: Tensor,
+    drawn: Tensor | None,
+    block: int | None,
 ) -> Tensor:
     """Mean loss of target (N,) against items[drawn] (all, if None); `slot` (N,) is each target's place in there."""
     if torch.is_autocast_enabled(hidden.device.type):
@@ -76,13 +82,18 @@ def _mean_cross_entropy(
     own = own.to(torch.promote_types(own.dtype, torch.float32))
     if drawn is not None:
         items, bias = items[drawn], None if bias is None else bias[drawn]
+    # A block's logits should fit a processor's cache, or a modest part of an accelerator's memory.
+    block = block or max(64, (2**21 if hidden.device.type == "cpu" else 2**26) // len(items))
     return _CrossEntropy.apply(hidden, own, items, bias, slot, block) / max(1, len(target))
 
 
 def full_softmax_loss(
-    hidden: Tensor, target: Tensor, items: Tensor, bias: Tensor | None = None, *, block: int = 512
+    hidden: Tensor, target: Tensor, items: Tensor, bias: Tensor | None = None, *, block: int | None = None
 ) -> Tensor:
-    """Cross-entropy of target (N,) in 1..I over all items; exact, in memory block x I; differentiable once."""
+    """Cross-entropy of target (N,) in 1..I over all items; exact; differentiable once.
+
+    Memory is `block` x I, by default a few megabytes on a CPU and a quarter gigabyte elsewhere.
+    """
     return _mean_cross_entropy(hidden, target, items, bias, target, None, block)
 
 
@@ -93,7 +104,7 @@ def sampled_softmax_loss(
     bias: Tensor | None = None,
     *,
     negatives: int = 1024,
-    block: int = 1024,
+    block: int | None = None,
 ) -> Tensor:
     """Cross-entropy of the target against negatives that all states of the batch share; differentiable once.
 
