@@ -114,9 +114,10 @@ def test_blocks_against_a_loop(spans, width, stride, most):
 def test_changing_the_label_of_an_evaluated_event_changes_no_prior_queue_or_input():
     source = ratings()
     data = slates(source)
-    touched = torch.cat([part.event.flatten() for part in parts(data).values()]).unique().numpy()
+    held_out = [part for name, part in parts(data).items() if name != "train"]
+    touched = torch.cat([part.event.flatten() for part in held_out]).unique().numpy()
     rating = source.rating.copy()
-    rating[touched] = 6 - rating[touched]  # every label of every training page and evaluated list
+    rating[touched] = 6 - rating[touched]  # every label that is evaluated, in requests and in shown pages
     other = slates(replace(source, rating=rating))
     lists = []
     for one in (data, other):
@@ -130,25 +131,28 @@ def test_changing_the_label_of_an_evaluated_event_changes_no_prior_queue_or_inpu
         lists.append({**batch, **made.priors, "order": r.objective_priors(batch).argsort(1), "chosen": chosen})
         lists[-1] |= {f"profile {name}": part.profile for name, part in parts(one).items()}
         lists[-1]["taste"] = one.taste
-    assert any(not torch.equal(parts(data)[n].click, parts(other)[n].click) for n in parts(data))
+    assert all(not torch.equal(parts(data)[n].click, parts(other)[n].click) for n in parts(data) if n != "train")
     for name, value in lists[0].items():
         assert torch.equal(value, lists[1][name]), name
     assert not {"click", "pay"} & set(lists[0])
 
 
-def test_a_page_of_the_prior_scorer_does_not_see_its_own_labels():
+@pytest.mark.parametrize("part", ["prior", "train"])
+def test_a_page_does_not_see_its_own_labels(part):
     source = ratings()
-    data = slates(source)
-    last = int(torch.nonzero(data.prior.user == data.prior.user[-1])[-1])
+    pages = getattr(slates(source), part)
+    mixed = torch.nonzero(pages.click.amin(1) != pages.click.amax(1)).flatten()  # both labels occur
+    row = int(mixed[len(mixed) // 2])
+    own = pages.event[row].numpy()
     rating = source.rating.copy()
-    own = data.prior.event[last].numpy()
-    # swap ratings inside the page so that overall rates stay: only the page's own labels move
-    swap = np.flatnonzero((rating[own] >= 4) != (rating[own[0]] >= 4))
-    assert len(swap), "the page must hold both labels"
-    rating[own[[0, swap[0]]]] = rating[own[[swap[0], 0]]]
-    other = slates(replace(source, rating=rating))
-    assert not torch.equal(other.prior.click[last], data.prior.click[last])
-    torch.testing.assert_close(other.prior.profile[last], data.prior.profile[last])
+    # Swapping two ratings of the page keeps every overall rate: only its own labels move.
+    high, low = own[rating[own] >= 4][0], own[rating[own] < 4][0]
+    rating[[high, low]] = rating[[low, high]]
+    changed = getattr(slates(replace(source, rating=rating)), part)
+    assert not torch.equal(changed.click[row], pages.click[row])
+    assert torch.equal(changed.profile[row], pages.profile[row])
+    later = (pages.user == pages.user[row]) & (pages.event[:, 0] > int(max(high, low)))
+    assert not later.any() or not torch.equal(changed.profile[later], pages.profile[later])
 
 
 def test_profiles_against_a_loop():
@@ -156,8 +160,9 @@ def test_profiles_against_a_loop():
     data = slates(source)
     known = data.prior.event.flatten().numpy()
     rate = (source.rating[known] >= 4).mean(), (source.rating[known] >= 5).mean()
-    for row in (0, len(data.prior) // 2, len(data.prior) - 1):
-        user, start = int(data.prior.user[row]), int(data.prior.event[row, 0])
+    pages = [(part, row) for part in (data.prior, data.train) for row in (0, len(part) // 2, len(part) - 1)]
+    for part, row in pages:
+        user, start = int(part.user[row]), int(part.event[row, 0])
         seen = range(int(source.offsets[user]), start)
         click = [float(source.rating[e] >= 4) for e in seen]
         pay = [float(source.rating[e] >= 5) for e in seen]
@@ -168,7 +173,7 @@ def test_profiles_against_a_loop():
         liked = [sum(c for e, c in zip(seen, click, strict=True) if genres[source.item[e], g]) for g in range(4)]
         expected += [n / max(len(click), 1) for n in shown]
         expected += [(k - n * own) / (n + 5) for k, n in zip(liked, shown, strict=True)]
-        torch.testing.assert_close(data.prior.profile[row], torch.tensor(expected).float(), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(part.profile[row], torch.tensor(expected).float(), atol=1e-5, rtol=1e-5)
 
 
 def test_taste_comes_from_the_simulators_users_alone():

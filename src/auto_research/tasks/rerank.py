@@ -7,8 +7,9 @@ price is an objective of its own. A *candidate set* is the next `candidates` eve
 
 **Who and when.** Users are divided into four disjoint groups: training, validation, test and simulator. The events of
 each of the first three are divided in time: the *history* comes first, then what is learned from or evaluated. The
-prior scorer sees the histories of training users only; every list after the history carries the profile of its user
-at the end of the history. So no rating of a training page or of an evaluated list reaches any prior or model input.
+prior scorer learns from the histories of training users only. A training page carries the profile of its user before
+the page; an evaluated list the profile at the end of the history, so that no rating of an evaluated event reaches any
+prior, queue or input, not even as the past of a later list.
 
 Letters: N lists of C items, l list length, I items, G content features, F profile features, B batch.
 """
@@ -218,22 +219,23 @@ def build_slates(
             event=torch.from_numpy(event),
         )
 
-    def after_history(group: Ids, width: int, what: str, most: int | None = None, stride: int | None = None) -> Slates:
-        user, start = _blocks(group, middle[group], end[group], width, most=most, stride=stride)
+    def evaluated(group: Ids, width: int, what: str, most: int) -> Slates:
+        user, start = _blocks(group, middle[group], end[group], width, most=most)
         return slates(user, start, middle[user], width, what)
 
+    page_user, page_start = _blocks(train, middle[train], end[train], length, stride=stride)
     pages = sets_per_user * candidates // length
     unit = genres / np.maximum(np.linalg.norm(genres, axis=1, keepdims=True), 1e-12)
     chosen = np.zeros(users, dtype=bool)
     chosen[simulator] = True
     return SlateData(
         prior=slates(prior_user, prior_start, prior_start, length, "pages for the prior scorer"),
-        train=after_history(train, length, "training pages", stride=stride),
-        validation=after_history(validation, candidates, "validation candidates", sets_per_user),
-        test=after_history(test, candidates, "test candidates", sets_per_user),
+        train=slates(page_user, page_start, page_start, length, "training pages"),
+        validation=evaluated(validation, candidates, "validation candidates", sets_per_user),
+        test=evaluated(test, candidates, "test candidates", sets_per_user),
         shown={
-            "validation": after_history(validation, length, "validation pages", pages),
-            "test": after_history(test, length, "test pages", pages),
+            "validation": evaluated(validation, length, "validation pages", pages),
+            "test": evaluated(test, length, "test pages", pages),
         },
         content=torch.from_numpy(np.concatenate([np.zeros((1, genres.shape[1])), unit])).float(),
         price=pseudo_prices(interactions.num_items, seed),

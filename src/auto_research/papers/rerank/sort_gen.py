@@ -149,7 +149,7 @@ class SortConfig:
     dim: int = 64
     layers: int = 2
     heads: int = 4
-    dropout: float = 0.1
+    dropout: float = 0.2
     fuse: Literal["concatenate", "add"] = "concatenate"
     context: Literal["causal", "diagonal"] = "causal"
     values: Literal["ordered", "pointwise"] = "ordered"
@@ -191,6 +191,8 @@ class SortGen(Reranker):
         self.user = nn.Linear(config.profile, dim)
         self.score = nn.Linear(3, dim)
         self.join = nn.Linear(4 * dim, dim) if config.fuse == "concatenate" else nn.Identity()
+        # On the input too: users are few, and their profiles would otherwise be learned by heart.
+        self.input_dropout = nn.Dropout(config.dropout)
         self.stack = CausalTransformer(dim, config.heads, 2 * dim, config.layers, config.dropout)
         # Both kinds of value have l outputs, so that ordered and pointwise models have the same parameters.
         self.click_head = nn.Sequential(nn.Linear(dim, dim), nn.GELU(), nn.Linear(dim, length))
@@ -205,7 +207,7 @@ class SortGen(Reranker):
         user = self.user(batch["profile"].to(dtype))[:, None].expand_as(item)
         logit = torch.logit(batch["prior"].float(), eps=1e-6)
         scores = torch.cat([logit, batch["price"].float().clamp_min(1e-6).log()[..., None]], dim=-1)
-        return torch.cat([item, user, self.score(scores.to(dtype))], dim=-1)
+        return self.input_dropout(torch.cat([item, user, self.score(scores.to(dtype))], dim=-1))
 
     def place(self, blocks: Tensor, position: Tensor) -> Tensor:
         """Tokens (B, T, d) of blocks (B, T, 3 d) at positions (T,) from 0."""
@@ -517,7 +519,7 @@ def run(study: Study) -> Comparison:
         train_steps(
             scorer,
             prior_batches(data, study.seeds[0], 64, device),
-            steps=study.steps("prior", smoke=100, standard=400),
+            steps=study.steps("prior", smoke=100, standard=300),
             recipe=Recipe(learning_rate=3e-3, weight_decay=0.05, schedule="cosine"),
         )
     task = make_task(data, scorer, WEIGHTS, device)
@@ -533,7 +535,7 @@ def run(study: Study) -> Comparison:
     trainer = Trainer(
         task,
         arms,
-        steps=study.steps("train", smoke=200, standard=800, full=8000),
+        steps=study.steps("train", smoke=100, standard=240, full=8000),
         recipe=Recipe(
             batch_size=64 if study.budget == "smoke" else 128, weight_decay=0.05, schedule="cosine", validations=4
         ),
