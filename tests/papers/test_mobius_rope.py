@@ -117,7 +117,7 @@ def test_tables_stay_exact_in_a_bfloat16_model():
     assert torch.isfinite(model.hidden(torch.zeros(1, 6, dtype=torch.long))).all()
 
 
-def task(length=32, examples=90):
+def task(length=64, examples=90):
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(40, (900,), generator=generator)
     text = m.TokenisedText(tokens[:600], tokens[600:750], tokens[750:], 40)
@@ -126,30 +126,49 @@ def task(length=32, examples=90):
 
 def test_table_swap_leaves_weights_and_tables_as_they_were():
     one = task()
-    model = m.MobiusLM(replace(CONFIG, length=32, vocabulary=one.vocabulary.size)).eval()
+    model = m.MobiusLM(replace(CONFIG, length=64, vocabulary=one.vocabulary.size)).eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     tables = model.rotary.frequencies.clone()
     evaluation = one.evaluate(model, "test", torch.device("cpu"))
     assert "recall lost by the table swap" in evaluation.diagnostics
     assert torch.equal(tables, model.rotary.frequencies)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    standard = m.MobiusLM(replace(CONFIG, length=32, vocabulary=one.vocabulary.size, share=0.0)).eval()
+    standard = m.MobiusLM(replace(CONFIG, length=64, vocabulary=one.vocabulary.size, share=0.0)).eval()
     standard.load_state_dict(before)
     hits = one._hits(standard, one.held_out("test"), torch.device("cpu"))
     with torch.no_grad():
         assert torch.equal(hits, one.swapped_hits(model, one.held_out("test"), torch.device("cpu")))
 
 
+def test_every_recall_example_holds_at_least_two_distractors():
+    one = task(64, 900)
+    mark = one.vocabulary.key_mark
+    batches = one.batches(0, 8, torch.device("cpu"))
+    for batch in (one.held_out("test"), one.held_out("validation"), *(next(batches) for _ in range(12))):
+        pairs = (batch["recall"] == mark).sum(1) - 1  # the query has the mark, too
+        assert pairs.min() >= 3
+        assert pairs.max() <= 5
+    with pytest.raises(ValueError, match="distractors"):
+        task(32)
+
+
+def test_weights_of_another_design_length_are_refused():
+    model = m.MobiusLM(CONFIG)
+    m.MobiusLM(CONFIG).load_state_dict(model.state_dict())
+    with pytest.raises((ValueError, RuntimeError), match="design length 16"):
+        m.MobiusLM(replace(CONFIG, length=32)).load_state_dict(model.state_dict())
+
+
 def test_perplexity_against_a_loop():
     one = task()
-    model = m.MobiusLM(replace(CONFIG, length=32, vocabulary=one.vocabulary.size)).eval()
+    model = m.MobiusLM(replace(CONFIG, length=64, vocabulary=one.vocabulary.size)).eval()
     found = one.evaluate(model, "test", torch.device("cpu"))["perplexity"]
     losses = []
     text = one.text.test
-    for start in range(0, (len(text) - 1) // 32 * 32, 32):
+    for start in range(0, (len(text) - 1) // 64 * 64, 64):
         with torch.no_grad():
-            logits = model.logits(model.hidden(text[None, start : start + 32]))[0].double()
-        for position in range(32):
+            logits = model.logits(model.hidden(text[None, start : start + 64]))[0].double()
+        for position in range(64):
             losses.append(-logits[position].log_softmax(-1)[text[start + position + 1]])
     assert found == pytest.approx(float(torch.stack(losses).mean().exp()), rel=1e-4)
 
@@ -200,11 +219,11 @@ def test_the_value_cannot_be_guessed_from_the_key():
 
 
 def test_held_out_examples_cover_depths_and_lengths_and_stay_fixed():
-    one, two = task(32, 900), task(32, 900)
+    one, two = task(64, 900), task(64, 900)
     batch = one.held_out("test")
     assert torch.equal(batch["recall"], two.held_out("test")["recall"])
     assert not torch.equal(batch["recall"], one.held_out("validation")["recall"])
-    assert sorted(set(batch["length"].tolist())) == [8, 16, 32]
+    assert sorted(set(batch["length"].tolist())) == [16, 32, 64]
     assert sorted(set(batch["depth"].tolist())) == list(range(10))
     first = next(one.batches(3, 4, torch.device("cpu")))
     again = next(two.batches(3, 4, torch.device("cpu")))

@@ -1,8 +1,8 @@
 """In-context recall: sequences that hide key-value pairs in text and ask for the value of one key at the end.
 
 A sequence of length L is `haystack with pairs`, then the query `KEY k VAL`; the model is to say `v`. Key and value
-are drawn independently for each example, so the answer is only in the context, and every sequence holds distractor
-pairs with other keys, so that copying any value is not enough.
+are drawn independently for each example, so the answer is only in the context; distractor pairs with other keys lie
+around the needle, so that copying any value is not enough.
 """
 
 from __future__ import annotations

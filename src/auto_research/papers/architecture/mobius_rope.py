@@ -37,6 +37,8 @@ from auto_research.tasks.recall import RecallVocabulary, most_distractors, recal
 Ladder = Literal["mobius", "band", "periodic"]
 BASE = 10_000.0
 DEPTHS = 10
+DISTRACTORS = (2, 3, 4)
+"""Other pairs beside the needle, as many as fit."""
 
 
 # -- Tables ------------------------------------------------------------------------------------------------------
@@ -106,7 +108,7 @@ class MobiusConfig:
     """
 
     vocabulary: int
-    length: int = 32
+    length: int = 64
     dim: int = 64
     heads: int = 4
     kv_heads: int = 4
@@ -159,6 +161,18 @@ class MobiusLM(nn.Module):
         recall = F.cross_entropy(self.scores(batch), batch["answer"])
         return language + self.config.recall_weight * recall
 
+    def get_extra_state(self) -> Tensor:
+        """N travels with the weights, whose tables are no part of a checkpoint."""
+        return torch.tensor(self.config.length)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Refuses weights of another N, which would load and silently be another model."""
+        if int(state) != self.config.length:
+            raise ValueError(
+                f"these weights belong to the design length {int(state)}, not {self.config.length}; "
+                f"build the model with length={int(state)}"
+            )
+
     def swap_tables(self, ladders: Tensor) -> None:
         """Replaces the tables (H, P) and keeps the weights: the causal test on a trained model."""
         if ladders.shape != self.rotary.frequencies.shape:
@@ -187,6 +201,10 @@ class TextWithRecall:
     lower_is_better: frozenset[str] = frozenset({"perplexity"})
     fixed: dict[str, Batch] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if most_distractors(self.lengths[0]) < DISTRACTORS[0]:
+            raise ValueError(f"a quarter of {self.length} tokens does not hold {DISTRACTORS[0]} distractors")
+
     @property
     def vocabulary(self) -> RecallVocabulary:
         return RecallVocabulary(self.text.vocabulary, self.symbols)
@@ -213,7 +231,7 @@ class TextWithRecall:
         generator = torch.Generator().manual_seed(seed)
         while True:
             length = self.lengths[int(torch.randint(len(self.lengths), (1,), generator=generator))]
-            distractors = int(torch.randint(2, 5, (1,), generator=generator))
+            distractors = DISTRACTORS[int(torch.randint(len(DISTRACTORS), (1,), generator=generator))]
             depth = torch.rand(batch_size, generator=generator)
             batch = self._recall(depth, length, distractors, self.text.train, generator)
             batch["text"] = random_windows(self.text.train, batch_size, self.length + 1, generator)
@@ -228,8 +246,8 @@ class TextWithRecall:
             each = max(1, self.examples // (DEPTHS * len(self.lengths)))
             for length in self.lengths:
                 bins = torch.arange(DEPTHS).repeat_interleave(each)
-                for distractors in (2, 3, 4):
-                    chosen = bins[distractors - 2 :: 3]
+                for first, distractors in enumerate(DISTRACTORS):
+                    chosen = bins[first :: len(DISTRACTORS)]
                     part = self._recall(chosen / (DEPTHS - 1), length, distractors, tokens, generator)
                     part["depth"], part["length"] = chosen, torch.full_like(chosen, length)
                     parts.append(part)
@@ -262,7 +280,9 @@ class TextWithRecall:
         }
         seen = {f"recall at depth {d}/9": float(hit[batch["depth"] == d].mean()) for d in range(DEPTHS)}
         if model.config.share > 0:
-            seen["recall lost by the table swap"] = float((hit - self.swapped_hits(model, batch, device)).mean())
+            lost = hit - self.swapped_hits(model, batch, device)
+            seen["recall lost by the table swap"] = float(lost.mean())
+            seen["far recall lost by the table swap"] = float(lost[far].mean())
         return Evaluation(units, metrics, seen)
 
     @staticmethod
@@ -358,9 +378,11 @@ def decide(comparison: Comparison) -> list[Clause]:
 def run(study: Study) -> Comparison:
     """Trains every arm at every seed on the same batches and compares the spread of recall over seeds."""
     device = device_for(study.device)
-    text = tokenise(study.dataset("wikitext-2"), study.size("vocabulary", smoke=512, standard=512, full=2048))
-    study.note("trained on nine tenths of WikiText-2's validation text where its training text is absent")
-    length = study.size("length", smoke=32, standard=32, full=128)
+    parts = study.dataset("wikitext-2")
+    if "train" not in parts:
+        study.note("WikiText-2's training text is absent: nine tenths of its validation text are trained on instead")
+    text = tokenise(parts, study.size("vocabulary", smoke=512, standard=512, full=2048))
+    length = study.size("length", smoke=64, standard=64, full=128)
     task = TextWithRecall(
         text,
         symbols=32,
