@@ -360,16 +360,16 @@ def test_lambda_is_chosen_on_validation_and_kept_on_test():
         )
         shown = r.RerankTask(data, one.priors, WEIGHTS, one.simulator)
         shown.evaluate(model, "validation", CPU)
-        assert float(model.trade_off) == best
+        assert model.trade_off == best
         found = shown.evaluate(model, "test", CPU)
-        assert float(model.trade_off) == best
+        assert model.trade_off == best
         assert found["value"] == found[f"value at {best:g}"] == 0.0
         assert found[f"value at {1.5 - best:g}"] > 0
         assert found.units == len(test)
     assert model.seen == {"item", "content", "price", "profile", "prior"}, "a re-ranker must see no label"
     fresh = Fixed()
     fresh.load_state_dict(model.state_dict())
-    assert float(fresh.trade_off) == 0.5
+    assert fresh.trade_off == 0.5
 
 
 def test_metrics_of_lists_against_a_loop():

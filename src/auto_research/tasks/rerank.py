@@ -433,15 +433,20 @@ class Reranker(nn.Module):
 
     Attributes:
         trade_offs: values of lambda that validation chooses among; one value where there is nothing to choose.
-        trade_off: the chosen one; a buffer, so that a saved state carries it.
+        choice: index of the chosen one; a buffer, so that a saved state carries it.
     """
 
-    trade_off: Tensor
+    choice: Tensor
 
     def __init__(self, trade_offs: Sequence[float]) -> None:
         super().__init__()
         self.trade_offs = tuple(trade_offs)
-        self.register_buffer("trade_off", torch.tensor(1.0, dtype=torch.float64))
+        self.register_buffer("choice", torch.tensor(len(self.trade_offs) - 1))
+
+    @property
+    def trade_off(self) -> float:
+        """The lambda that is served."""
+        return self.trade_offs[int(self.choice)]
 
     def rerank(self, batch: Batch, trade_off: float) -> Tensor:
         """Chosen candidates in order (B, length), as indices into the candidates."""
@@ -535,8 +540,8 @@ class RerankTask:
         if split == "validation":
             # the first of equals is the most diverse one
             best = max(sorted(views), key=lambda t: float(views[t][self.primary].mean()))
-            model.trade_off.fill_(best)
-        served = float(model.trade_off)
+            model.choice.fill_(model.trade_offs.index(best))
+        served = model.trade_off
         metrics: dict[str, UnitMetric] = {name: Mean(value) for name, value in views[served].items()}
         for trade_off, view in views.items():
             for name in ("value", "simulated value", "ILAD"):
@@ -572,7 +577,7 @@ class RerankTask:
         for name, label, expected in zip(
             ("clicks", "pays"), (slates.click, slates.pay), zip(*given, strict=True), strict=True
         ):
-            total, observed = torch.cat(expected).double().cpu().sum(0), label.double().cumsum(1).sum(0)
+            total, observed = torch.cat(expected).cpu().double().sum(0), label.double().cumsum(1).sum(0)
             for j, ratio in enumerate((total / observed).tolist(), start=1):
                 report[f"expected over observed {name} in the first {j}"] = ratio
         return report
