@@ -67,7 +67,7 @@ def _print(result: Result) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     if result.record is None:
         error = result.outcome.error
         console.print(f"[red]{result.key} {result.outcome.state}[/]: {escape(result.outcome.reason)}")
