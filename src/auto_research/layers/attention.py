@@ -164,6 +164,7 @@ class MultiHeadAttention(nn.Module):
         dropout: on the attention weights.
         bias: whether the four projections have one.
         head_dim: width of one head, dim / heads by default (T5 chooses it freely).
+        memory_dim: width of the memory in cross-attention, `dim` by default.
     """
 
     def __init__(
@@ -175,6 +176,7 @@ class MultiHeadAttention(nn.Module):
         *,
         bias: bool = True,
         head_dim: int | None = None,
+        memory_dim: int | None = None,
     ) -> None:
         super().__init__()
         kv_heads = kv_heads or heads
@@ -185,7 +187,7 @@ class MultiHeadAttention(nn.Module):
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim or dim // heads
         self.dropout = dropout
         self.query = nn.Linear(dim, heads * self.head_dim, bias=bias)
-        self.key_value = nn.Linear(dim, 2 * kv_heads * self.head_dim, bias=bias)
+        self.key_value = nn.Linear(memory_dim or dim, 2 * kv_heads * self.head_dim, bias=bias)
         self.output = nn.Linear(heads * self.head_dim, dim, bias=bias)
 
     def _project_memory(self, memory: Tensor) -> tuple[Tensor, Tensor]:

@@ -120,16 +120,22 @@ class Study:
         assert missing is not None
         raise missing
 
-    def checkpoint(self, role: Role) -> Resolved:
-        """The checkpoint that serves `role`, recorded with its source. Raises `MissingCheckpoint`."""
+    def checkpoint(self, role: Role, name: str | None = None) -> Resolved:
+        """The checkpoint that serves `role`, recorded with its source. Raises `MissingCheckpoint`.
+
+        `name` asks for one of the card's checkpoints of that role, instead of the first that is on this machine; under
+        `checkpoints="micro"` the last serves all the same.
+        """
         from auto_research.checkpoints import resolve as resolving
 
         names = self.card.checkpoints.get(role)
         if not names:
             raise UserError(f"the card of {self.card.key} names no checkpoint for '{role}'")
         chosen = names[-1]
+        if name is not None and name not in names:
+            raise UserError(f"{self.card.key} uses no checkpoint '{name}' for '{role}'.{nearest(name, names)}")
         if self.checkpoints == "auto":
-            chosen = next((n for n in names if resolving.available(n)), names[-1])
+            chosen = name or next((n for n in names if resolving.available(n)), names[-1])
         resolved = resolving.resolve(chosen)
         self.checkpoints_used[role] = {
             "name": resolved.name,
