@@ -178,3 +178,15 @@ def test_rotary_with_a_ladder_per_head_and_grouped_keys() -> None:
 def test_impossible_sizes_are_refused(build: Callable[[], nn.Module], word: str) -> None:
     with pytest.raises(ValueError, match=word):
         build()
+
+
+def test_a_memory_may_have_another_width() -> None:
+    torch.manual_seed(0)
+    attention = MultiHeadAttention(8, 2, memory_dim=5)
+    x, memory = torch.randn(2, 3, 8), torch.randn(2, 4, 5)
+    widened = MultiHeadAttention(8, 2)
+    widened.load_state_dict(
+        attention.state_dict() | {"key_value.weight": torch.nn.functional.pad(attention.key_value.weight, (0, 3))}
+    )
+    padded = torch.nn.functional.pad(memory, (0, 3))
+    torch.testing.assert_close(attention(x, memory), widened(x, padded))
