@@ -227,3 +227,20 @@ def test_a_cache_that_cannot_be_written_is_only_slower(
     with caplog.at_level(logging.WARNING):
         assert encode_texts(micro_encoder, TEXTS, "cpu").shape == (len(TEXTS), 128)
     assert "cannot keep vectors" in caplog.text
+
+
+def test_an_untrained_encoder_is_repeatable_and_knows_nothing_of_the_checkpoint(micro_encoder: Resolved) -> None:
+    trained = encode_texts(micro_encoder, TEXTS, "cpu", cache=False)
+    torch.manual_seed(1)
+    expected = torch.rand(2)
+    torch.manual_seed(1)
+    first = encode_texts(micro_encoder, TEXTS, "cpu", cache=False, untrained=0)
+    assert torch.equal(torch.rand(2), expected)  # the caller's generator is left alone
+    assert first.shape == trained.shape
+    assert torch.equal(first, encode_texts(micro_encoder, TEXTS, "cpu", cache=False, untrained=0))
+    assert not torch.allclose(first, encode_texts(micro_encoder, TEXTS, "cpu", cache=False, untrained=1), atol=1e-3)
+    assert not torch.allclose(first, trained, atol=1e-3)
+    # The two kinds of vectors never share a cached file.
+    kept = encode_texts(micro_encoder, TEXTS, "cpu", untrained=0)
+    torch.testing.assert_close(encode_texts(micro_encoder, TEXTS, "cpu"), trained)
+    torch.testing.assert_close(kept, first)

@@ -95,6 +95,7 @@ def encode_texts(
     pooling: Pooling = "mean",
     dtype: torch.dtype | None = None,
     cache: bool = True,
+    untrained: int | None = None,
 ) -> Tensor:
     """One vector a text: (N, D), float32, on the CPU, in the order of ``texts``.
 
@@ -112,6 +113,8 @@ def encode_texts(
         dtype: of the checkpoint's weights; ``None`` keeps its own. Pooling is in FP32 always.
         cache: keep the vectors on disk, keyed by the checkpoint's content, the texts and these settings. A
             cached file of another shape or dtype, or with non-finite numbers, is rejected and made again.
+        untrained: a seed: the same architecture and tokenizer with newly drawn weights instead of the trained
+            ones, a control for what the checkpoint knows.
 
     Raises:
         UserError: the checkpoint does not load, or overflows in this dtype.
@@ -127,6 +130,8 @@ def encode_texts(
         "dtype": str(dtype),
         "device": device.type,
     }
+    if untrained is not None:
+        settings["untrained"] = untrained
     file = _cache_file(resolved, texts, settings) if cache else None
     width = _width(resolved)
     if file is not None and (stored := _read_vectors(file, (len(texts), width))) is not None:
@@ -135,7 +140,9 @@ def encode_texts(
     distinct = list(dict.fromkeys(texts))
     row_of = {text: row for row, text in enumerate(distinct)}
     vectors = torch.zeros(len(distinct), width)
-    for rows, states, mask in _forward(resolved, distinct, device, batch_size, max_length, dtype, layer=-1):
+    for rows, states, mask in _forward(
+        resolved, distinct, device, batch_size, max_length, dtype, layer=-1, untrained=untrained
+    ):
         pooled = pool(states.float(), mask)
         vectors[rows] = (functional.normalize(pooled, dim=-1) if normalise else pooled).cpu()
     if not bool(vectors.isfinite().all()):
@@ -185,6 +192,7 @@ def _forward(
     max_length: int,
     dtype: torch.dtype | None,
     layer: int,
+    untrained: int | None = None,
 ) -> Iterator[tuple[list[int], Tensor, Tensor]]:
     """Run the checkpoint over the texts, longest first; yield ``(rows, states (b, t, D), mask (b, t))``.
 
@@ -195,6 +203,8 @@ def _forward(
     if not texts:
         return
     model, tokenizer = load_text_encoder(resolved, device, dtype)
+    if untrained is not None:
+        model = _redrawn(model, untrained)
     limit = min(max_length, int(tokenizer.model_max_length))
     encoded = tokenizer([text or " " for text in texts], truncation=True, max_length=limit)["input_ids"]
     order = sorted(range(len(texts)), key=lambda row: -len(encoded[row]))
@@ -206,6 +216,14 @@ def _forward(
             output = model(**batch, output_hidden_states=layer != -1, return_dict=True)
             states = hidden_states(output if layer == -1 else output.hidden_states[layer])
         yield rows, states, batch["attention_mask"]
+
+
+def _redrawn(model: Any, seed: int) -> Any:
+    """A model of the same class and configuration with weights drawn from `seed`; the caller's generator is kept."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        fresh = type(model)(model.config)
+    return fresh.to(device=model.device, dtype=model.dtype).eval()
 
 
 def _width(resolved: Resolved) -> int:
