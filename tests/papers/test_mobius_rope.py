@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -168,8 +169,7 @@ def test_perplexity_against_a_loop():
     for start in range(0, (len(text) - 1) // 64 * 64, 64):
         with torch.no_grad():
             logits = model.logits(model.hidden(text[None, start : start + 64]))[0].double()
-        for position in range(64):
-            losses.append(-logits[position].log_softmax(-1)[text[start + position + 1]])
+        losses += [-logits[t].log_softmax(-1)[text[start + t + 1]] for t in range(64)]
     assert found == pytest.approx(float(torch.stack(losses).mean().exp()), rel=1e-4)
 
 
@@ -197,7 +197,7 @@ def test_recall_sequences_hold_what_they_promise(seed, length, distractors, dept
         here = pairs[keys.index(asked)]
         assert here == needle
         assert row[here : here + 4] == [vocabulary.key_mark, asked, vocabulary.value_mark, answer]
-        assert all(b - a >= 4 for a, b in zip(pairs, pairs[1:], strict=False))
+        assert all(b - a >= 4 for a, b in pairwise(pairs))
     if depth in (0.0, 1.0):
         expected = 0 if depth == 0 else length - 7
         assert needles.tolist() == [expected] * 5

@@ -219,9 +219,8 @@ class TextWithRecall:
         sequence, answer, needle = recall_sequences(
             depth, length, min(distractors, most_distractors(length)), tokens, self.vocabulary, generator
         )
-        padded = F.pad(sequence, (0, self.length - length))  # on the right: causal attention never sees it
         return {
-            "recall": padded,
+            "recall": sequence,
             "asked_at": torch.full((len(depth),), length - 1),
             "answer": answer,
             "needle": needle,
@@ -249,6 +248,8 @@ class TextWithRecall:
                 for first, distractors in enumerate(DISTRACTORS):
                     chosen = bins[first :: len(DISTRACTORS)]
                     part = self._recall(chosen / (DEPTHS - 1), length, distractors, tokens, generator)
+                    # Padded on the right: causal attention never sees it.
+                    part["recall"] = F.pad(part["recall"], (0, self.length - length))
                     part["depth"], part["length"] = chosen, torch.full_like(chosen, length)
                     parts.append(part)
             self.fixed[split] = {name: torch.cat([p[name] for p in parts]) for name in parts[0]}
