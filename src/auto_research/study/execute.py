@@ -40,6 +40,8 @@ class StudyRecord(Record):
         overrides: documented environment variables that were set, with their values.
         data: name of each data set used -> SHA-256 of its content.
         checkpoints: role -> name, source, revision and note.
+        seconds: wall time of the run; cpu_seconds: processor time of its process, which neighbours on a shared machine
+            do not change much.
     """
 
     schema_version: int = 1
@@ -60,13 +62,14 @@ class StudyRecord(Record):
     comparison: ComparisonRecord
     started: str
     seconds: float
+    cpu_seconds: float | None = None
     environment: dict[str, str]
 
 
 def run_study(study: Study, entry: Any) -> StudyRecord:
     """Calls an adapter's entry function with `study` and draws up the record."""
     started = datetime.now(UTC)
-    clock = time.perf_counter()
+    clock, processor = time.perf_counter(), time.process_time()
     comparison = entry(study)
     stages = [
         StageRecord(name=s.name, trains=s.trains, seconds=round(s.seconds, 3), optimiser_steps=s.optimiser_steps)
@@ -94,6 +97,7 @@ def run_study(study: Study, entry: Any) -> StudyRecord:
         comparison=comparison.record(),
         started=started.isoformat(timespec="seconds"),
         seconds=round(time.perf_counter() - clock, 3),
+        cpu_seconds=round(time.process_time() - processor, 3),
         environment=environment(),
     )
 
