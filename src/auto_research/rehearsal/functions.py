@@ -10,6 +10,7 @@ import torch
 from . import autocast
 from .kernels import scalar_name
 from .masquerade import RealDevice, as_device, register_with_torchscript
+from .memory import MUTED
 from .patching import Patches
 from .placement import ordinal, taint
 from .rules import argument_texts
@@ -240,7 +241,8 @@ def _charge_fused(out: Tensor, query: Tensor) -> None:
     """Charge what a fused kernel keeps: its output and one float32 log-sum-exp a query row."""
     meter = running().meter
     for storage in storages(out):
-        if storage._tag is not None and storage._tag.nbytes == 0:
+        if storage._tag is not None and storage._tag.op is MUTED:
+            storage._tag.op = "scaled_dot_product_attention"
             rows = query.numel() // max(query.size(-1), 1)
             meter.resize(storage._tag, storage.nbytes() + 4 * rows)
 
@@ -293,7 +295,8 @@ class _FusedAttention(torch.autograd.Function):
         for gradient in found:
             if gradient is not None:
                 for storage in storages(gradient):
-                    if storage._tag is not None and storage._tag.nbytes == 0:
+                    if storage._tag is not None and storage._tag.op is MUTED:
+                        storage._tag.op = "scaled_dot_product_attention_backward"
                         meter.resize(storage._tag, storage.nbytes())
         return (*found, None, None, None)
 

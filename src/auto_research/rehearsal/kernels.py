@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from .rules import argument_texts
 from .tables import Tables
-from .tensor import Tag, Tensor, quiet, storage_of, tag_of
+from .tensor import Tag, Tensor, put_on_card, quiet, storage_of, storages, tag_of
 
 if TYPE_CHECKING:
     from .modes import Record, VirtualCuda
@@ -168,7 +170,7 @@ def rule_of(qualified: str, packet: str, name: str, tables: Tables) -> OperatorR
         packet in SYNCS
         or packet in NONDETERMINISTIC
         or packet in ATOMIC
-        or packet in tables.missing_dtypes
+        or _functional(packet) in {name.split(":")[0] for name in tables.missing_dtypes}
         or packet in tables.emulated_dtypes
     )
     return _watched if watched else None
@@ -191,7 +193,7 @@ def _watched(mode: VirtualCuda, record: Record, tag: Tag, args: tuple[Any, ...],
     if _determinism(session, record, args, kwargs):
         with _nondeterministic():
             return _run(mode, record, args, kwargs)
-    gaps = session.tables.missing_dtypes.get(packet)
+    gaps = _gaps(session.tables, packet, args, kwargs)
     if gaps:
         _missing_dtype(session, record, gaps, args, kwargs)
     if packet in session.tables.emulated_dtypes:
@@ -238,14 +240,27 @@ def _determinism(session: Session, record: Record, args: tuple[Any, ...], kwargs
     return False
 
 
+def _functional(packet: str) -> str:
+    """``addmm`` of ``addmm_``: dtypes are those of the out-of-place operator."""
+    return packet[:-1] if packet.endswith("_") and not packet.endswith("__") else packet
+
+
+def _gaps(
+    tables: Tables, packet: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> frozenset[torch.dtype] | None:
+    """Dtypes of an operator that CUDA lacks; those of reductions depend on the reduction."""
+    base = _functional(packet)
+    if base in ("scatter_reduce", "index_reduce"):
+        reduction = kwargs.get("reduce", args[4] if len(args) > 4 else "")
+        return tables.missing_dtypes.get(f"{base}:{reduction}")
+    return tables.missing_dtypes.get(base)
+
+
 def _missing_dtype(
-    session: Session, record: Record, gaps: frozenset[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+    session: Session, record: Record, gaps: frozenset[torch.dtype], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     first = next((a for a in args if isinstance(a, Tensor)), None)
-    if first is None or first.numel() == 0 and record.packet in ("mm", "bmm"):
-        return
-    dtype = str(first.dtype).removeprefix("torch.")
-    if dtype not in gaps:
+    if first is None or first.dtype not in gaps or first.numel() == 0:
         return
     kernel = _CUDA_KERNEL.get(record.packet, f"{record.packet}_cuda")
     session.recorder.fault(
@@ -272,7 +287,7 @@ def _emulated(mode: VirtualCuda, record: Record, args: tuple[Any, ...], kwargs: 
     """Run a kernel that CUDA has and the CPU may lack for this dtype: in float32, cast back."""
     first = next((a for a in args if isinstance(a, Tensor)), None)
     names = mode.session.tables.emulated_dtypes[record.packet]
-    if first is None or str(first.dtype).removeprefix("torch.") not in names:
+    if first is None or first.dtype not in names:
         return _run(mode, record, args, kwargs)
     try:
         return record.call(*args, **kwargs)
@@ -349,6 +364,9 @@ def _copy(mode: VirtualCuda, record: Record, tag: Tag, args: tuple[Any, ...], kw
     target, source = args[0], args[1]
     session = mode.session
     to_card, from_card = tag_of(target) is not None, tag_of(source) is not None
+    if from_card and not to_card and _born_here(target, sys._getframe(2)):
+        put_on_card(target, tag.index, mode.meter, "helper")  # a result that a C++ composite fills piece by piece
+        to_card = True
     out = _run(mode, record, args, kwargs)
     if to_card != from_card:
         nbytes = target.numel() * target.element_size()
@@ -358,6 +376,11 @@ def _copy(mode: VirtualCuda, record: Record, tag: Tag, args: tuple[Any, ...], kw
             storage_of(target)._pending = session.epoch
         return Placed(out)
     return out
+
+
+def _born_here(tensor: Tensor, frame: FrameType) -> bool:
+    here = (id(frame), frame.f_lasti, id(frame.f_code))
+    return any(storage._born == here for storage in storages(tensor))
 
 
 class Placed:
@@ -502,11 +525,17 @@ def _flop_registry() -> dict[Any, Callable[..., int]]:
     return dict(flop_registry)
 
 
+def _product_flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    """Two FLOPs for each multiply-add of ``(..., m, k) @ (..., k, n)``: result elements times ``k``."""
+    operands = [a for a in args if isinstance(a, Tensor)]
+    return 2 * int(operands[-2].size(-1)) * int(out_val.numel())
+
+
 def flop_formula(func: Any) -> Callable[..., int] | None:
-    """torch's own FLOP formula of an overload (matrix products, convolutions, attention), if it has one."""
-    flop_registry = _flop_registry()
-    packet = getattr(func, "overloadpacket", None)
-    formula: Callable[..., int] | None = flop_registry.get(packet)
+    """FLOP formula of an overload: ours for the frequent products, torch's own for convolutions and attention."""
+    if func.__name__.split(".")[0] in ("mm", "addmm", "bmm", "baddbmm"):
+        return _product_flops
+    formula: Callable[..., int] | None = _flop_registry().get(getattr(func, "overloadpacket", None))
     return formula
 
 

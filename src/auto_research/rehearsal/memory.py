@@ -18,6 +18,8 @@ GIB: Final = 1024**3
 BLOCK: Final = 512
 #: Context, cuBLAS and cuDNN workspaces that no tensor accounts for.
 RESERVE: Final = 600 * MIB
+#: Operator name of tags made while the meter was muted: they cost nothing, whatever their size.
+MUTED: Final = "muted"
 #: Allocations at least this large keep their call site for the peak report.
 LARGE: Final = 64 * 1024
 
@@ -103,43 +105,44 @@ class Meter:
         self.live = 0
         self.peak = 0  # since reset_peak: what torch.cuda.max_memory_allocated answers
         self.run_peak = 0  # of the whole run: what the report shows
-        self.allocations = 0
         self.muted = False
-        self._large: set[Tag] = set()
+        self._large: dict[int, tuple[int, str, Any]] = {}  # id of a tag -> bytes, operator, asking line
         self._largest_at_peak: list[tuple[int, str, Any]] = []
         self._snapshot_at = 0
-        self._stale = False
+        self.stale = False  # the peak is current and no snapshot of it was taken
 
     def charge(self, tag: Tag) -> None:
-        """Count a new tag's bytes (rounded to allocator blocks)."""
+        """A new tag that is large, or made a new peak (its bytes are in ``live`` already)."""
         if self.muted:
+            self.live -= tag.nbytes
             tag.nbytes = 0
+            tag.op = MUTED
             return
-        tag.nbytes = nbytes = (tag.nbytes + 511) & -512
-        self.allocations += 1
-        self.live = live = self.live + nbytes
-        if nbytes >= LARGE:
-            if self.site_of is not None:
-                tag.site = self.site_of()
-            self._large.add(tag)
-        if live > self.peak:
-            self.peak = live
-            if live > self.run_peak:
-                self.run_peak = live
-                self._stale = True
-                if live > self.budget and self.on_overflow is not None:
-                    self.on_overflow(live)
+        if tag.nbytes >= LARGE:
+            self._remember(tag)
+        if self.live > self.peak:
+            self._raise_peak()
+
+    def _remember(self, tag: Tag) -> None:
+        site = self.site_of() if self.site_of is not None else None
+        self._large[id(tag)] = (tag.nbytes, tag.op, site)
 
     def release(self, tag: Tag) -> None:
-        """Return a dead tag's bytes."""
-        if self._stale and self.live == self.run_peak:
+        """A tag dies that is large, or while the peak is current (its bytes are still in ``live``)."""
+        if self.stale and self.live == self.run_peak:
             # The peak is about to end: remember what was alive, unless it barely grew since the last time.
             if self.run_peak > 1.02 * self._snapshot_at:
                 self._take_snapshot()
-            self._stale = False
-        self.live -= tag.nbytes
-        if tag.nbytes >= LARGE:
-            self._large.discard(tag)
+            self.stale = False
+        self._large.pop(id(tag), None)
+
+    def _raise_peak(self) -> None:
+        self.peak = self.live
+        if self.live > self.run_peak:
+            self.run_peak = self.live
+            self.stale = True
+            if self.live > self.budget and self.on_overflow is not None:
+                self.on_overflow(self.live)
 
     def resize(self, tag: Tag, nbytes: int) -> None:
         """A tagged storage changed its size in place."""
@@ -147,14 +150,13 @@ class Meter:
         self.live += change
         tag.nbytes += change
         if tag.nbytes >= LARGE:
-            self._large.add(tag)
+            self._remember(tag)
         if self.live > self.peak:
-            self.peak = self.live
-            self.run_peak = max(self.run_peak, self.live)
+            self._raise_peak()
 
     def _take_snapshot(self) -> None:
         self._snapshot_at = self.run_peak
-        self._largest_at_peak = [(tag.nbytes, tag.op, tag.site) for tag in tuple(self._large)]
+        self._largest_at_peak = list(self._large.values())
 
     def reset_peak(self) -> None:
         """Start the peak afresh from what is alive now."""
@@ -162,7 +164,7 @@ class Meter:
 
     def largest_at_peak(self, count: int = 10) -> list[LiveTensor]:
         """The largest tensors that were alive at the run's peak, largest first."""
-        if self._stale and self.live == self.run_peak:
+        if self.stale and self.live == self.run_peak:
             self._take_snapshot()
         top = sorted(self._largest_at_peak, key=lambda entry: -entry[0])[:count]
         return [LiveTensor(nbytes, op, str(site) if site is not None else "") for nbytes, op, site in top]

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import kernels, placement
 from .kernels import Placed
+from .memory import MUTED
 from .session import Session
 from .tensor import Tag, Tensor, put_on_card, storage_of, tag_of
 
@@ -88,14 +89,14 @@ class VirtualCuda(TorchDispatchMode):
         super().__init__()
         self.session = session
         self.meter = session.meter
-        self.records: dict[Any, Record] = {}
+        self.records: dict[int, Record] = {}  # by id: an overload's own hash is a Python function
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        record = self.records.get(func)
+        record = self.records.get(id(func))
         if record is None:
-            record = self.records[func] = Record(func, self.session)
+            record = self.records[id(func)] = Record(func, self.session)
         if types:
             for cls in types:
                 if cls is not Tensor and cls is not Parameter and cls.__torch_dispatch__ is not _DISABLED:
@@ -177,7 +178,7 @@ class VirtualCuda(TorchDispatchMode):
             else:
                 if storage._tag is None:
                     storage._tag = Tag(storage.nbytes(), tag.index, self.meter, record.name)
-                elif record.mutates and storage.nbytes() > storage._tag.nbytes:
+                elif record.mutates and storage.nbytes() > storage._tag.nbytes and storage._tag.op is not MUTED:
                     self.meter.resize(storage._tag, storage.nbytes())
         elif cls is tuple or cls is list:
             index = tag.index
@@ -226,8 +227,13 @@ class VirtualCuda(TorchDispatchMode):
         if record.flops is not None:
             session.host_flops += kernels.flops(record, args, kwargs, out)
         if out.__class__ is Tensor and host.layout is torch.strided:
-            source = storage_of(host)
-            if source._born is not None or source._tainted is not None:  # type: ignore[attr-defined]
+            source: Any = storage_of(host)
+            born = source._born
+            if born is not None:
+                frame = sys._getframe(2)
+                if born[1] == frame.f_lasti and born[0] == id(frame):
+                    placement.inherit(out, args, kwargs, frame)
+            if source._tainted is not None:
                 placement.inherit(out, args, kwargs, sys._getframe(2))
         return out
 

@@ -203,7 +203,6 @@ def _memory_stats(device: Any = None) -> OrderedDict[str, int]:
         stats[f"reserved_bytes.{pool}.peak"] = _reserved(meter.run_peak) * share
         stats[f"requested_bytes.{pool}.current"] = meter.live * share
         stats[f"requested_bytes.{pool}.peak"] = meter.peak * share
-        stats[f"allocation.{pool}.allocated"] = meter.allocations * share
         stats[f"inactive_split_bytes.{pool}.current"] = 0
         stats[f"inactive_split_bytes.{pool}.peak"] = 0
     stats["num_alloc_retries"] = 0

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from .memory import Meter
+from .memory import LARGE, Meter
 
 Tensor = torch.Tensor
 #: ``Tensor.untyped_storage`` of the C base class: the one read on the hot path.
@@ -24,18 +24,22 @@ quiet: Final = torch._C._DisableTorchDispatch
 class Tag:
     """Marks a storage as living on card ``index``; holds its bytes on ``meter`` until it dies."""
 
-    __slots__ = ("__weakref__", "index", "meter", "nbytes", "op", "site")
+    __slots__ = ("__weakref__", "index", "meter", "nbytes", "op")
 
     def __init__(self, nbytes: int, index: int, meter: Meter, op: str = "") -> None:
         self.index = index
         self.meter = meter
-        self.nbytes = nbytes
         self.op = op
-        self.site: Any = None
-        meter.charge(self)
+        self.nbytes = nbytes = (nbytes + 511) & -512  # the allocator's blocks
+        meter.live = live = meter.live + nbytes
+        if live > meter.peak or nbytes >= LARGE or meter.muted:
+            meter.charge(self)
 
     def __del__(self) -> None:
-        self.meter.release(self)
+        meter, nbytes = self.meter, self.nbytes
+        if meter.stale or nbytes >= LARGE:
+            meter.release(self)
+        meter.live -= nbytes
 
 
 def install_storage_slots() -> None:

@@ -38,8 +38,8 @@ class Tables:
     pointwise: frozenset[str]
     unchecked: frozenset[str]
     cpu_only: frozenset[str]
-    missing_dtypes: dict[str, frozenset[str]]
-    emulated_dtypes: dict[str, frozenset[str]]
+    missing_dtypes: dict[str, frozenset[torch.dtype]]
+    emulated_dtypes: dict[str, frozenset[torch.dtype]]
     autocast: dict[str, str]
     nondeterministic: dict[str, str]
 
@@ -64,8 +64,12 @@ def load_tables(version: str = torch.__version__) -> Tables:
         pointwise=frozenset(raw["pointwise"]),
         unchecked=frozenset(raw["unchecked"]),
         cpu_only=frozenset(raw["cpu_only"]),
-        missing_dtypes={name: frozenset(dtypes) for name, dtypes in raw["missing_dtypes"].items()},
-        emulated_dtypes={name: frozenset(dtypes) for name, dtypes in raw["emulated_dtypes"].items()},
+        missing_dtypes=_dtypes(raw["missing_dtypes"]),
+        emulated_dtypes=_dtypes(raw["emulated_dtypes"]),
         autocast=raw["autocast"],
         nondeterministic=raw["nondeterministic"],
     )
+
+
+def _dtypes(names: dict[str, list[str]]) -> dict[str, frozenset[torch.dtype]]:
+    return {op: frozenset(getattr(torch, dtype) for dtype in dtypes) for op, dtypes in names.items()}

@@ -55,9 +55,9 @@ def _registry() -> tuple[list[str], list[str], list[str]]:
         keys = {key.strip() for group in entry.get("dispatch") or {} for key in group.split(",")}
         name = entry["func"].split("(", 1)[0]
         has_cuda = any("CUDA" in key or "Composite" in key for key in keys)
-        if keys and any("CPU" in key for key in keys) and not has_cuda and not entry.get("structured_delegate"):
-            if not CPU_INTERNAL.match(name):
-                cpu_only.append(name)
+        on_cpu = any("CPU" in key for key in keys)
+        if on_cpu and not has_cuda and not entry.get("structured_delegate") and not CPU_INTERNAL.match(name):
+            cpu_only.append(name)
     return sorted(pointwise), sorted(unchecked), sorted(cpu_only)
 
 
@@ -79,17 +79,21 @@ def _dtype_gaps() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     cuda_has: dict[str, set[str]] = {}
     for op in op_db:
         names = REACHES.get(op.name, [op.aten_name or op.name])
+        if op.name in ("scatter_reduce", "index_reduce"):  # each reduction has dtypes of its own
+            names = [f"{op.name}:{op.variant_test_name}"]
         cuda = {str(dtype).removeprefix("torch.") for dtype in op.dtypesIfCUDA}
         cpu = {str(dtype).removeprefix("torch.") for dtype in op.dtypes}
         for name in names:
-            if not hasattr(torch.ops.aten, name):
+            if not hasattr(torch.ops.aten, name.split(":")[0]):
                 continue
             cuda_has.setdefault(name, set()).update(cuda)
             if cpu - cuda:
                 missing.setdefault(name, set()).update(cpu - cuda)
             if cuda - cpu:
                 emulated.setdefault(name, set()).update(cuda - cpu)
-    gaps = {name: sorted(dtypes - cuda_has[name]) for name, dtypes in sorted(missing.items()) if dtypes - cuda_has[name]}
+    gaps = {
+        name: sorted(dtypes - cuda_has[name]) for name, dtypes in sorted(missing.items()) if dtypes - cuda_has[name]
+    }
     return gaps, {name: sorted(dtypes) for name, dtypes in sorted(emulated.items())}
 
 
@@ -122,7 +126,7 @@ def _autocast() -> dict[str, str]:
 def _nondeterministic() -> dict[str, str]:
     """Operators that raise in deterministic mode, from the docstring: name in the docs -> its sentence."""
     text = torch.use_deterministic_algorithms.__doc__ or ""
-    tail = text.rsplit("will throw a", 1)[1].split("In addition", 1)[0]
+    tail = re.split(r"will throw a\s+:class:`RuntimeError` when ``mode=True``:", text)[1].split("In addition", 1)[0]
     found: dict[str, str] = {}
     for item in re.split(r"\n\s+\* ", tail)[1:]:
         sentence = " ".join(item.split())
