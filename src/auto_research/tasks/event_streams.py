@@ -88,7 +88,8 @@ class StreamJudge:
     def __init__(
         self, answer: Callable[[list[Case]], tuple[list[str], Tensor]], data: IntentData, streams: EventStreams
     ) -> None:
-        """`answer` writes a query for each case (as `QueryTask`'s models do): the history up to and including an event, at most `data.history`."""
+        """`answer` writes a query for each case, as `QueryTask`'s models do; a case is the history up to and
+        including an event, at most `data.history` long."""
         cases, where = [], []
         for u, row in enumerate(streams.items.tolist()):
             items = [item for item in row if item >= 0]

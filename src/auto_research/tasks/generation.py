@@ -216,14 +216,22 @@ class CompletionModel(nn.Module):
 
 
 def scratch_causal_lm(
-    texts: Sequence[str], *, vocabulary: int, width: int, layers: int, heads: int, context: int = 512
+    texts: Sequence[str],
+    *,
+    vocabulary: int,
+    width: int,
+    layers: int,
+    heads: int,
+    phrases: Sequence[str] = (),
+    context: int = 512,
 ) -> tuple[Any, Any]:
     """An untrained Llama and a byte-level BPE of its own, learned from `texts`: (model, tokenizer).
 
     The fall-back where no pretrained checkpoint is affordable; results must be labelled as such. Weights are drawn
-    from the global generator. End of message and padding are one token, as in SmolLM2.
+    from the global generator. End of message and padding are one token, as in SmolLM2. Each of `phrases` becomes one
+    token where it stands as whole words: a small model then names it in one step.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     bpe = Tokenizer(models.BPE())
@@ -236,6 +244,8 @@ def scratch_causal_lm(
         show_progress=False,
     )
     bpe.train_from_iterator(texts, trainer)
+    # The space before a phrase belongs to it, as in byte-level BPE.
+    bpe.add_tokens([AddedToken(phrase, single_word=True, lstrip=True, normalized=False) for phrase in phrases])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         bos_token="<|im_start|>",
@@ -252,6 +262,7 @@ def scratch_causal_lm(
         num_key_value_heads=max(1, heads // 2),
         max_position_embeddings=context,
         tie_word_embeddings=True,
+        initializer_range=width**-0.5,  # at the usual 0.02 a model this small needs hundreds of steps to start
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

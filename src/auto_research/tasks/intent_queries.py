@@ -140,10 +140,10 @@ class QueryCatalogue:
         return self.phrase[item] or " ".join(self.short[item].split()[:2])
 
     @classmethod
-    def of_products(cls, items: ItemTable) -> QueryCatalogue:
-        """Phrases from titles; brand as published."""
+    def of_products(cls, items: ItemTable, *, least: int = 4) -> QueryCatalogue:
+        """Phrases from titles (see `type_phrases`); brand as published."""
         titles, brands = items.text("title"), items.brand or [""] * len(items)
-        phrase = type_phrases(titles, brands)
+        phrase = type_phrases(titles, brands, least=least)
         paraphrase = {}
         for query in sorted(set(phrase) - {""}):
             *modifier, head = query.split()

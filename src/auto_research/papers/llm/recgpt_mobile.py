@@ -387,7 +387,8 @@ def model_part(clauses: Sequence[Clause]) -> Clause:
 def pretrained_base(study: Study, catalogues: Sequence[QueryCatalogue], device: torch.device) -> tuple[Any, Any]:
     """The base and its tokenizer: a checkpoint, or on a CPU at standard budget a small Llama trained here.
 
-    The latter reads item texts only: "title, type? phrase". No behaviour of any user enters it.
+    The latter reads the catalogue only, as two skills that a real checkpoint brings along: naming the type of a title,
+    and finding the latest entry of a list (of random items). No behaviour of any user enters it.
     """
     if study.budget != "standard" or device.type != "cpu":
         resolved = study.checkpoint("causal_lm")
@@ -402,30 +403,36 @@ def pretrained_base(study: Study, catalogues: Sequence[QueryCatalogue], device: 
         [*texts, *lines],
         vocabulary=study.size("vocabulary", smoke=2048, standard=2048),
         width=study.size("width", smoke=128, standard=128),
-        layers=study.size("layers", smoke=4, standard=4),
+        layers=study.size("layers", smoke=3, standard=3),
         heads=4,
+        phrases=sorted({phrase for catalogue in catalogues for phrase in catalogue.queries}),
     )
     study.note(
-        f"from-scratch LM of {count_parameters(base):,} parameters as base, trained here on item texts: "
+        f"from-scratch LM of {count_parameters(base):,} parameters as base, trained here on the catalogue alone: "
         "a stand-in for a pretrained checkpoint on a CPU"
     )
     pieces, (before, after), end = Pieces(tokenizer), chat_frame(tokenizer), int(tokenizer.eos_token_id)
-    rows = [
-        ([*before, *pieces(f"{short}\ntype?"), *after], [*pieces(phrase), end])
-        for catalogue in catalogues
-        for short, phrase in zip(catalogue.short, catalogue.phrase, strict=True)
-        if phrase
-    ]
-    model = CompletionModel(base, prompt_loss=True).to(device)
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(catalogue: QueryCatalogue) -> int:
+        return int(torch.randint(len(catalogue), (1,), generator=generator))
+
+    def row(catalogue: QueryCatalogue, naming: bool) -> tuple[list[int], list[int]]:
+        items = [draw(catalogue) for _ in range(1 if naming else 2 + draw(catalogue) % 4)]
+        types = [catalogue.type_of(item) for item in items]
+        listed = [f"{ACTIONS[draw(catalogue) % len(ACTIONS)]} {kind}\n" for kind in types]
+        asked = [f"{catalogue.short[items[0]]}\n", "type?"] if naming else [*listed, "latest?"]
+        return [*before, *(token for text in asked for token in pieces(text)), *after], [*pieces(types[-1]), end]
+
+    model = CompletionModel(base).to(device)
 
     def batches() -> Iterator[Batch]:
-        generator = torch.Generator().manual_seed(0)
         while True:
-            drawn = torch.randint(len(rows), (32,), generator=generator).tolist()
-            prompts, completions = zip(*(rows[i] for i in drawn), strict=True)
+            rows = [row(catalogues[i % len(catalogues)], naming=i % 4 < 2) for i in range(16)]
+            prompts, completions = zip(*rows, strict=True)
             yield completion_batch(prompts, completions, int(tokenizer.pad_token_id), device)
 
-    with study.stage("pre-train the base on item texts"):
+    with study.stage("pre-train the base on the catalogue"):
         train_steps(
             model,
             batches(),
@@ -478,7 +485,7 @@ def run(study: Study) -> Comparison:
         ),
         steps=study.steps("tuning", smoke=small(2, 20), standard=150, full=800),
         budgets=BUDGETS[:1] if smoke else BUDGETS,
-        training_budgets=(48,) if smoke else (48, 48, 48, 96, 96, 192),
+        training_budgets=(48,) if smoke else (48, 48, 48, 96),
         longest=small(3, 8) if smoke else 12,
         decode_batch=study.size("decoding batch", smoke=64, standard=64, full=256),
         configurations=study.size("configurations", smoke=small(8, 128), standard=2000),
@@ -647,7 +654,11 @@ def specimens() -> list[Specimen]:
         return {name: F.pad(value, (3, 0), value=fills[name]) for name, value in batch.items()}
 
     def build(config: RecGPTConfig) -> CompletionModel:
-        return adapted(LlamaForCausalLM(shape), config)
+        model = adapted(LlamaForCausalLM(shape), config)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:  # at its zero start no scale would show
+                nn.init.normal_(parameter, std=0.1)
+        return model
 
     language = Specimen(
         name="adapted language model",
