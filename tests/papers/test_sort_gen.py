@@ -12,7 +12,11 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from auto_research.papers._registry import adapters
 from auto_research.papers.rerank import sort_gen as m
+from auto_research.runtime.budget import Overrides
+from auto_research.runtime.errors import UserError
+from auto_research.study.context import Study
 from auto_research.study.verdict import Difference
 from auto_research.tasks import rerank as r
 from auto_research.tasks.base import Recipe, count_parameters
@@ -310,8 +314,6 @@ def test_a_list_costs_its_rounds_times_the_heads_in_one_call(search, tokens):
     model, batch = build(search=search), request()
     read = []
     handle = model.stack.register_forward_pre_hook(lambda _, args: read.append(args[0].shape[1]))
-    calls = []
-    model.register_forward_pre_hook(lambda *_: calls.append(1))
     with torch.no_grad():
         found = model.generate(batch, 0.9)
     handle.remove()
@@ -476,6 +478,20 @@ def test_arms_that_reuse_weights_receive_exactly_those_and_train_nothing():
     assert torch.equal(later.model.item.weight, alone.model.item.weight)
     for arm in arms.values():
         assert not arm.reuses or not arms[arm.reuses].reuses
+
+
+def test_arms_that_change_the_values_choose_rate_and_step_for_themselves():
+    """Only an arm that searches otherwise with the method's values may serve the method's weights."""
+    arms = m.arms_of(TINY)
+    assert {name for name, arm in arms.items() if arm.reuses} == {"cumulative value", "one queue", "all candidates"}
+    assert {arm.reuses for arm in arms.values()} == {"", "sort-gen"}
+
+
+def test_a_width_that_the_heads_do_not_divide_is_refused():
+    card = adapters()["sort-gen"].card
+    study = Study(card, overrides=Overrides(card.key, card.overrides, {"AUTO_RESEARCH_SORT_GEN_WIDTH": "30"}))
+    with pytest.raises(UserError, match="WIDTH 30 is no multiple of the 4 attention heads"):
+        m.run(study)
 
 
 def test_trained_arms_differ_in_one_thing_each():

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from auto_research.layers.transformer import BlockCache, CausalTransformer
 from auto_research.runtime.device import device_for, seed_everything
+from auto_research.runtime.errors import UserError
 from auto_research.study.compare import Comparison, Kind, Trained, Variant
 from auto_research.study.context import Study
 from auto_research.study.specimen import Specimen
@@ -462,7 +463,8 @@ def arms_of(config: SortConfig) -> dict[str, Arm]:
     return {
         POINTWISE: Arm(pointwise, "baseline", ContextReranker),
         METHOD: Arm(config, "method"),
-        NON_ORDERED: Arm(pointwise, reuses=POINTWISE, note="generation by pointwise gains after S"),
+        # The weights of the baseline would do, but the learning rate and the step are to be chosen for this search.
+        NON_ORDERED: Arm(pointwise, note="generation by pointwise gains after S"),
         "cumulative value": Arm(
             replace(config, gain="queue prefix"),
             reuses=METHOD,
@@ -507,6 +509,9 @@ class Trainer:
 def run(study: Study) -> Comparison:
     """Trains the prior scorer on earlier events, then every arm on the same pages; compares the lists they build."""
     device = device_for(study.device)
+    width = study.size("width", smoke=32, standard=64)
+    if width % SortConfig.heads:
+        raise UserError(f"WIDTH {width} is no multiple of the {SortConfig.heads} attention heads; choose one that is")
     interactions = study.dataset()
     if interactions.name != "ml-1m":
         study.note(f"pages are made of {interactions.name}, since MovieLens 1M is not on this machine")
@@ -528,14 +533,14 @@ def run(study: Study) -> Comparison:
         content=data.content.shape[1],
         profile=data.train.profile.shape[1],
         length=data.length,
-        dim=study.size("width", smoke=32, standard=64),
+        dim=width,
         layers=study.size("layers", smoke=1, standard=2),
     )
     arms = arms_of(config)
     trainer = Trainer(
         task,
         arms,
-        steps=study.steps("train", smoke=100, standard=240, full=8000),
+        steps=study.steps("train", smoke=60, standard=240, full=8000),
         recipe=Recipe(
             batch_size=64 if study.budget == "smoke" else 128, weight_decay=0.05, schedule="cosine", validations=4
         ),
