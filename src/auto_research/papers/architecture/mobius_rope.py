@@ -332,8 +332,8 @@ def spread(arm: Sequence[float] | Tensor, standard: Sequence[float] | Tensor) ->
 
     one, two = (torch.as_tensor(x, dtype=torch.float64) for x in (arm, standard))
     p = float(stats.levene(one.numpy(), two.numpy(), center="median").pvalue) if len(one) > 1 else 1.0
-    deviations = [float(x.std()) if len(x) > 1 else 0.0 for x in (one, two)]
-    return Spread(*deviations, float(one.min()), float(two.min()), 1.0 if math.isnan(p) else p)
+    of_arm, of_standard = (float(x.std()) if len(x) > 1 else 0.0 for x in (one, two))
+    return Spread(of_arm, of_standard, float(one.min()), float(two.min()), 1.0 if math.isnan(p) else p)
 
 
 def decide(comparison: Comparison) -> list[Clause]:
