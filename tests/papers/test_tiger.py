@@ -9,11 +9,13 @@ from auto_research.layers.semantic_ids import SemanticIds
 from auto_research.papers.generative import tiger
 from auto_research.papers.generative.tiger import (
     LSH,
+    NO_COLLISION,
     POPULAR,
     RANDOM,
     TIGER,
     Tiger,
     TigerConfig,
+    as_large_as,
     decision,
     id_tables,
     matched_sasrec,
@@ -68,8 +70,9 @@ def test_arms_share_vocabulary_and_parameter_count():
     tables[RANDOM] = tables[TIGER].shuffled(torch.Generator().manual_seed(1))
     sizes = {table.sizes for table in tables.values()}
     assert len(sizes) == 1
-    counts = {count_parameters(Tiger(table, CONFIG.generator)) for table in tables.values()}
-    assert len(counts) == 1
+    tables[NO_COLLISION] = tables[TIGER].unnumbered()
+    counts = {count_parameters(as_large_as(tables[TIGER], table, CONFIG)) for table in tables.values()}
+    assert counts == {count_parameters(Tiger(tables[TIGER], CONFIG.generator))}
     sasrec = count_parameters(matched_sasrec(60, counts.copy().pop(), CONFIG))
     assert abs(sasrec - counts.pop()) / sasrec < 0.1
     assert int(tables[LSH].codes.max()) < max(tables[LSH].sizes)

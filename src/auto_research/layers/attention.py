@@ -96,7 +96,7 @@ class KVCache:
     def select(self, rows: Tensor) -> None:
         """Keeps (or repeats) batch rows (R,), as a beam search does when it reorders its beams."""
         if self.key is not None and self.value is not None:
-            self.key, self.value = self.key[rows], self.value[rows]
+            self.key, self.value = self.key.index_select(0, rows), self.value.index_select(0, rows)
 
 
 class RotaryEmbedding(nn.Module):

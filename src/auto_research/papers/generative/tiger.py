@@ -237,6 +237,18 @@ def id_tables(codes: Tensor, content: Tensor, config: TigerConfig) -> dict[str, 
     return {TIGER: semantic.widened(capacity), LSH: hashed.widened(capacity)}
 
 
+def as_large_as(
+    reference: SemanticIds, table: SemanticIds, config: TigerConfig, priority: Tensor | None = None
+) -> Tiger:
+    """A generator on the ids of `table` with exactly as many parameters as one on the ids of `reference`.
+
+    Ids without the collision token need fewer rows, of the vocabulary and of both position tables; spare rows of the
+    vocabulary, of the same width, make up for them.
+    """
+    spare = sum(reference.sizes) - sum(table.sizes) + 2 * (reference.length - table.length)
+    return Tiger(table, replace(config.generator, spare_tokens=spare), priority)
+
+
 def decision(comparison: Comparison) -> list[Clause]:
     """The decision rule, from the test results.
 
@@ -311,9 +323,7 @@ def run(study: Study, config: TigerConfig | None = None) -> Comparison:
         study.note("less than 80 % of a level's codes are in use, the paper's condition for a trained tokenizer")
 
     def generator(table: SemanticIds, priority: Tensor | None = None) -> Tiger:
-        # Ids without the collision token need fewer tokens; spare ones keep the arms equally large.
-        spare = sum(semantic.sizes) - sum(table.sizes)
-        return Tiger(table, replace(config.generator, spare_tokens=spare), priority)
+        return as_large_as(semantic, table, config, priority)
 
     def random_ids() -> Tiger:
         # Its own generator: drawing ids must not change the weights that a seed gives.
