@@ -141,9 +141,28 @@ def _only_on_card(op: Any, sample: Any, key: str, outcome: Outcome) -> None:
 
 
 def _is_random(op: Any) -> bool:
-    return any(word in op.name for word in ("rand", "normal", "bernoulli", "multinomial", "dropout", "empty", "uniform",
-                                            "cauchy", "exponential", "geometric", "rrelu", "_new", "new_", "svd_lowrank", "pca_lowrank",
-                                            "fractional_max_pool", "scaled_dot_product"))
+    return any(
+        word in op.name
+        for word in (
+            "rand",
+            "normal",
+            "bernoulli",
+            "multinomial",
+            "dropout",
+            "empty",
+            "uniform",
+            "cauchy",
+            "exponential",
+            "geometric",
+            "rrelu",
+            "_new",
+            "new_",
+            "svd_lowrank",
+            "pca_lowrank",
+            "fractional_max_pool",
+            "scaled_dot_product",
+        )
+    )
 
 
 def _gradients(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> list[torch.Tensor | None] | None:
@@ -225,7 +244,9 @@ def displace(limit: int, names: Any = None) -> tuple[Counter, dict[str, str]]:
                 position = iter(range(count))
                 shape: list[tuple[int, ...]] = []
 
-                def place(t: torch.Tensor, position: Any = position, displaced: int = displaced) -> torch.Tensor:
+                def place(
+                    t: torch.Tensor, position: Any = position, displaced: int = displaced, shape: Any = shape
+                ) -> torch.Tensor:
                     if next(position) == displaced:
                         shape.append(tuple(t.shape))
                         return t.detach().clone()

@@ -29,7 +29,17 @@ def ids(*values: int) -> torch.Tensor:
 def convolution(d: torch.dtype, dims: int, transposed: bool = False) -> list:
     """Arguments of ``convolution`` and ``_convolution``."""
     shape, kernel = (1, 2, *[6] * dims), (2, 2, *[3] * dims)
-    return [r(*shape, dtype=d), r(*kernel, dtype=d), None, [1] * dims, [0] * dims, [1] * dims, transposed, [0] * dims, 1]
+    return [
+        r(*shape, dtype=d),
+        r(*kernel, dtype=d),
+        None,
+        [1] * dims,
+        [0] * dims,
+        [1] * dims,
+        transposed,
+        [0] * dims,
+        1,
+    ]
 
 
 def cell(d: torch.dtype, gates: int, states: int = 1) -> list:

@@ -42,7 +42,7 @@ class Done:
 
 
 @pytest.fixture
-def rehearse(capfd, monkeypatch):
+def rehearse(tmp_path, capfd, monkeypatch):
     """Run a program under the command in this process; gives the outcome and its JSON report (if any)."""
     monkeypatch.chdir(tmp_path)
 
@@ -172,7 +172,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    "method", ["fork", pytest.param("spawn", marks=pytest.mark.slow), pytest.param("forkserver", marks=pytest.mark.slow)]
+    "method",
+    ["fork", pytest.param("spawn", marks=pytest.mark.slow), pytest.param("forkserver", marks=pytest.mark.slow)],
 )
 def test_child_processes_report_to_the_parent(rehearse, method):
     done, report = rehearse(CHILDREN, arguments=(method,))
@@ -197,7 +198,8 @@ def test_launcher_processes_train_over_gloo(rehearse, tmp_path):
     )
     program = (
         "import subprocess, sys\n"
-        "command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2', sys.argv[1]]\n"
+        "run = ['torch.distributed.run', '--standalone', '--nproc-per-node', '2']\n"
+        "command = [sys.executable, '-m', *run, sys.argv[1]]\n"
         "sys.exit(subprocess.run(command).returncode)\n"
     )
     done, report = rehearse(program, "--devices", "2", arguments=(str(worker),))

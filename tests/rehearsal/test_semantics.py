@@ -38,7 +38,12 @@ def test_torch_is_itself_again_afterwards():
         assert torch.ones(1).cuda().is_cuda
         assert before[0] is not torch.device
     assert before == (
-        torch.device, torch.tensor, torch.Tensor.to, torch.zeros, torch.cuda.is_available, torch.Generator
+        torch.device,
+        torch.tensor,
+        torch.Tensor.to,
+        torch.zeros,
+        torch.cuda.is_available,
+        torch.Generator,
     )
     assert not torch.cuda.is_available()
     assert "device" not in vars(torch.Tensor)

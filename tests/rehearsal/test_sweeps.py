@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("expecttest", reason="torch's operator test database imports it")
 
-from sweep import EXPLAINED, displace, sweep  # noqa: E402
+from sweep import EXPLAINED, displace, sweep
 
 
 @pytest.mark.slow
@@ -33,7 +33,9 @@ def test_displacement_sweep_flags_every_operand_that_cuda_refuses():
     assert counts["n-dim flagged"] > 750
 
 
-@pytest.mark.parametrize("names", [["addmm", "cat", "gather", "where", "clamp"], ["index_select", "lerp", "bmm", "take"]])
+@pytest.mark.parametrize(
+    "names", [["addmm", "cat", "gather", "where", "clamp"], ["index_select", "lerp", "bmm", "take"]]
+)
 def test_a_sample_of_the_sweeps_runs_with_every_test(names):
     outcome = sweep(limit=2, names=names)
     assert {key.split("/")[0].split(".")[0] for key in outcome.problems} <= {"addmm", "bmm"}

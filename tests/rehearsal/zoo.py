@@ -34,8 +34,12 @@ CAUSAL = {
     "Olmo2": {},
     "Granite": {},
     "Mixtral": {"num_local_experts": 3, "num_experts_per_tok": 2},
-    "Qwen2Moe": {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-                 "shared_expert_intermediate_size": 16},
+    "Qwen2Moe": {
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    },
     "SmolLM3": {},
     "Cohere": {},
     "Starcoder2": {},
@@ -57,9 +61,17 @@ ENCODERS = {
 }
 SEQ2SEQ = {
     "T5": {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0},
-    "Bart": {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
-             "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
-             "decoder_start_token_id": 2, "forced_eos_token_id": 2},
+    "Bart": {
+        "d_model": 32,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 48,
+        "decoder_ffn_dim": 48,
+        "decoder_start_token_id": 2,
+        "forced_eos_token_id": 2,
+    },
 }
 
 

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from .patching import Patches
 from .rules import argument_texts
 from .session import Session, running
-from .tensor import Tensor, tag_of
+from .tensor import tag_of
 
 _KEY: Final = torch._C.DispatchKey.AutocastCPU
 _BELOW: Final = torch._C._dispatch_keyset_full_after(_KEY)
@@ -109,9 +110,7 @@ def _kernel(op: Any, policy: str | None, original: Any) -> Callable[..., Any]:
         if not on_card or policy is None or not enabled():
             return op.redispatch(keyset & _BELOW, *args, **kwargs)
         if policy == "banned":
-            running().recorder.fault(
-                "AMP-1", _BANNED, op=str(op), arguments=argument_texts(tuple(names), args, kwargs)
-            )
+            running().recorder.fault("AMP-1", _BANNED, op=str(op), arguments=argument_texts(tuple(names), args, kwargs))
         with torch._C._ExcludeDispatchKeyGuard(_ONLY):
             return _apply(op, policy, dtype_position, tensors, args, kwargs)
 
@@ -126,7 +125,7 @@ def _apply(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    first = args[0] if args else None
+    first: Any = args[0] if args else None
     if policy == "fp32_set_dtype":
         given = kwargs.get("dtype")
         if given is None and dtype_position is not None and dtype_position < len(args):
@@ -167,8 +166,7 @@ class _Overrides:
         library = torch.library.Library("aten", "IMPL")
         policies = self.session.tables.autocast
         registered = {
-            name.removeprefix("aten::")
-            for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU")
+            name.removeprefix("aten::") for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU")
         }
         for name in sorted(registered | policies.keys()):
             packet, _, overload = name.partition(".")

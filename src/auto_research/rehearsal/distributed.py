@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from .patching import Patches
 from .rules import argument_texts
 from .session import Session, running
-from .tensor import Tensor, tag_of
+from .tensor import tag_of
 
 _COLLECTIVES: Final = (
     "all_reduce",
@@ -54,7 +55,9 @@ def _collective(original: Callable[..., Any], name: str) -> Callable[..., Any]:
 class DistributedDataParallel(torch.nn.Module):
     """A pass-through with DDP's face; with more than one process gradients are averaged as they arrive."""
 
-    def __init__(self, module: torch.nn.Module, device_ids: Any = None, output_device: Any = None, **kwargs: Any) -> None:
+    def __init__(
+        self, module: torch.nn.Module, device_ids: Any = None, output_device: Any = None, **kwargs: Any
+    ) -> None:
         super().__init__()
         self.module = module
         self.device_ids = device_ids
@@ -73,7 +76,10 @@ class DistributedDataParallel(torch.nn.Module):
                 error=ValueError,
             )
         if not any(p.requires_grad for p in module.parameters()):
-            raise RuntimeError("DistributedDataParallel is not needed when a module doesn't have any parameters that require a gradient.")
+            raise RuntimeError(
+                "DistributedDataParallel is not needed when a module doesn't have any parameters that require a "
+                "gradient."
+            )
         running().note("DDP runs without its reducer: bucketing, overlap and NCCL are not rehearsed")
         self._average_gradients()
 
@@ -120,7 +126,9 @@ class DistributedDataParallel(torch.nn.Module):
 class DataParallel(torch.nn.Module):
     """``nn.DataParallel`` over the one card there is."""
 
-    def __init__(self, module: torch.nn.Module, device_ids: Any = None, output_device: Any = None, dim: int = 0) -> None:
+    def __init__(
+        self, module: torch.nn.Module, device_ids: Any = None, output_device: Any = None, dim: int = 0
+    ) -> None:
         super().__init__()
         self.module = module
         self.device_ids = device_ids or [0]

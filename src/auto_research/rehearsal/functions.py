@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from . import autocast
 from .kernels import scalar_name
@@ -15,7 +17,7 @@ from .patching import Patches
 from .placement import ordinal, taint
 from .rules import argument_texts
 from .session import Session, running
-from .tensor import Tensor, put_on_card, quiet, storages, tag_of
+from .tensor import put_on_card, quiet, storages, tag_of
 
 # --- recurrent layers ------------------------------------------------------------------------------------------------
 
@@ -278,7 +280,7 @@ class _FusedAttention(torch.autograd.Function):
             for t in (query, key, value, mask)
         ]
         with torch.enable_grad():
-            out = _muted(original, *operands, dropout_p, options)  # type: ignore[arg-type]
+            out = _muted(original, operands[0], operands[1], operands[2], operands[3], dropout_p, options)
         ctx.operands, ctx.out = operands, out
         return out.detach()
 
@@ -547,7 +549,7 @@ def install(patches: Patches, session: Session) -> None:
         if key in recurrent_table:
             before = recurrent_table[key]
             recurrent_table[key] = wrapped
-            patches.on_undo(lambda key=key, before=before: recurrent_table.__setitem__(key, before))
+            patches.on_undo(partial(recurrent_table.__setitem__, key, before))
     patches.set(torch.nn.RNNBase, "check_input", _checked_input(torch.nn.RNNBase.check_input))
     for name in _CONVOLUTIONS:
         original = getattr(functional, name)
@@ -571,4 +573,3 @@ def install(patches: Patches, session: Session) -> None:
     patches.set(Tensor, "tensor_split", _tensor_split(Tensor.tensor_split))
     patches.set(torch, "_scaled_mm", _scaled_mm(torch._scaled_mm))
     _install_legacy(patches)
-

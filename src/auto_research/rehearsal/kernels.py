@@ -12,10 +12,11 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch import Tensor
 
 from .rules import argument_texts
 from .tables import Tables
-from .tensor import Tag, Tensor, put_on_card, quiet, storage_of, storages, tag_of
+from .tensor import Tag, put_on_card, quiet, storage_of, storages, tag_of
 
 if TYPE_CHECKING:
     from .modes import Record, VirtualCuda
@@ -228,14 +229,12 @@ def _determinism(session: Session, record: Record, args: tuple[Any, ...], kwargs
             if torch.is_deterministic_algorithms_warn_only_enabled():
                 session.note(f"warn_only deterministic mode: {name} is nondeterministic on CUDA")
                 return False
-            session.recorder.fault(
-                "DET-1", text, op=record.name, arguments=argument_texts(record.names, args, kwargs)
-            )
+            session.recorder.fault("DET-1", text, op=record.name, arguments=argument_texts(record.names, args, kwargs))
             return True
     elif packet in ATOMIC and not torch.are_deterministic_algorithms_enabled():
-        if packet in ("index_put_", "_index_put_impl_", "_unsafe_index_put"):
-            if not (len(args) > 3 and args[3]) and not kwargs.get("accumulate"):
-                return False
+        accumulates = (len(args) > 3 and args[3]) or kwargs.get("accumulate")
+        if packet in ("index_put_", "_index_put_impl_", "_unsafe_index_put") and not accumulates:
+            return False
         session.nondeterministic[(record.name, _where())] += 1
     return False
 
@@ -245,9 +244,7 @@ def _functional(packet: str) -> str:
     return packet[:-1] if packet.endswith("_") and not packet.endswith("__") else packet
 
 
-def _gaps(
-    tables: Tables, packet: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> frozenset[torch.dtype] | None:
+def _gaps(tables: Tables, packet: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[torch.dtype] | None:
     """Dtypes of an operator that CUDA lacks; those of reductions depend on the reduction."""
     base = _functional(packet)
     if base in ("scatter_reduce", "index_reduce"):
@@ -265,7 +262,7 @@ def _missing_dtype(
     kernel = _CUDA_KERNEL.get(record.packet, f"{record.packet}_cuda")
     session.recorder.fault(
         "KRN-2",
-        f'"{kernel}" not implemented for \'{scalar_name(first.dtype)}\'',
+        f"\"{kernel}\" not implemented for '{scalar_name(first.dtype)}'",
         op=record.name,
         arguments=argument_texts(record.names, args, kwargs),
         error=NotImplementedError if record.packet in ("angle", "igamma", "igammac") else RuntimeError,
@@ -475,9 +472,7 @@ def native_error(
     )
     error.finding = finding  # type: ignore[attr-defined]
     if rule == "DTY-1":
-        floats = [
-            a.dtype for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.dtype.is_floating_point
-        ]
+        floats = [a.dtype for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.dtype.is_floating_point]
         if len(set(floats)) > 1:
             wide = floats[0]
             for dtype in floats[1:]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 from torch._C import TensorBase
 
 from .kernels import count_transfer
@@ -14,7 +15,7 @@ from .patching import Patches
 from .placement import HOST, card_generators, ordinal
 from .rules import argument_texts
 from .session import Session, running
-from .tensor import Tag, Tensor, put_on_card, quiet, storage_of, storages, tag_of, take_off_card
+from .tensor import Tag, put_on_card, quiet, storage_of, storages, tag_of, take_off_card
 
 RealDevice: Final = type(torch.device("cpu"))
 _base: Final[Any] = TensorBase
@@ -495,7 +496,7 @@ def _storage_pin_memory(self: Any, device: Any = None) -> Any:
 def _storage_share(self: Any, *args: Any, **kwargs: Any) -> Any:
     running().recorder.fault(
         "MP-1",
-        "a device tensor is sent to another process (CUDA IPC); the rehearsal sends its values, and cannot rehearse the "
+        "a device tensor is sent to another process (CUDA IPC); the rehearsal cannot rehearse the "
         "lifetime rules of shared device memory",
     )
     raise RuntimeError("device tensors cannot be shared between processes in a rehearsal; send CPU tensors")
@@ -668,7 +669,10 @@ def _factory(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _parse_module_to(*args: Any, **kwargs: Any) -> Any:
-    args = tuple(RealDevice("cuda", a) if isinstance(a, int) and not isinstance(a, bool) else a for a in args[:1]) + args[1:]
+    args = (
+        tuple(RealDevice("cuda", a) if isinstance(a, int) and not isinstance(a, bool) else a for a in args[:1])
+        + args[1:]
+    )
     if isinstance(kwargs.get("device"), int):
         kwargs["device"] = RealDevice("cuda", kwargs["device"])
     return _real_parse_to(*args, **kwargs)
@@ -695,7 +699,7 @@ def install(patches: Patches) -> None:
     for name, getter in (("device", _tensor_device), ("is_cuda", _tensor_is_cuda), ("is_cpu", _tensor_is_cpu)):
         patches.set(tensor, name, property(getter))
     patches.set(tensor, "grad", property(_tensor_grad, _tensor_set_grad, _tensor_del_grad))
-    for name, method in (
+    methods: tuple[tuple[str, Any], ...] = (
         ("to", _tensor_to),
         ("cuda", _tensor_cuda),
         ("cpu", _tensor_cpu),
@@ -711,23 +715,12 @@ def install(patches: Patches) -> None:
         ("record_stream", _tensor_record_stream),
         ("new", _tensor_new),
         ("new_tensor", _tensor_new_tensor),
-    ):
+    )
+    for name, method in methods:
         patches.set(tensor, name, method)
     for name in _NEWS:
         patches.set(tensor, name, _with_device(getattr(_base, name)))
-    storage: Any = torch.UntypedStorage
-    patches.set(storage, "device", property(_storage_get_device))
-    patches.set(storage, "is_cuda", property(lambda self: self._tag is not None))
-    for name, method in (
-        ("clone", _storage_clone),
-        ("cpu", _storage_cpu),
-        ("to", _storage_to),
-        ("cuda", _storage_cuda),
-        ("pin_memory", _storage_pin_memory),
-        ("is_pinned", lambda self, device=None: self._pinned),
-        ("_share_cuda_", _storage_share),
-    ):
-        patches.set(storage, name, method)
+    _install_storage(patches)
     functions: Any = torch
     for names, wrap in ((_BUILDERS, _builder), (_FACTORIES, _factory), (_LIKES, _with_device)):
         for name in names:
@@ -742,6 +735,22 @@ def install(patches: Patches) -> None:
     _install_device_context(patches)
     copyreg.pickle(RealDevice, _reduce_device)
     patches.on_undo(lambda: copyreg.dispatch_table.pop(RealDevice, None))
+
+
+def _install_storage(patches: Patches) -> None:
+    storage: Any = torch.UntypedStorage
+    patches.set(storage, "device", property(_storage_get_device))
+    patches.set(storage, "is_cuda", property(lambda self: self._tag is not None))
+    for name, method in (
+        ("clone", _storage_clone),
+        ("cpu", _storage_cpu),
+        ("to", _storage_to),
+        ("cuda", _storage_cuda),
+        ("pin_memory", _storage_pin_memory),
+        ("is_pinned", lambda self, device=None: self._pinned),
+        ("_share_cuda_", _storage_share),
+    ):
+        patches.set(storage, name, method)
 
 
 def _reduce_device(device: torch.device) -> tuple[Any, tuple[Any, ...]]:

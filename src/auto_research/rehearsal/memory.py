@@ -179,4 +179,4 @@ def extrapolate(batch: int, peak: int, batch2: int, peak2: int, target: int) -> 
     if batch == batch2:
         raise UserError("Extrapolation needs two different batch sizes.")
     slope = (peak2 - peak) / (batch2 - batch)
-    return int(round(peak + slope * (target - batch)))
+    return round(peak + slope * (target - batch))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -14,7 +15,7 @@ from . import kernels, placement
 from .kernels import Placed
 from .memory import MUTED
 from .session import Session
-from .tensor import Tag, Tensor, put_on_card, storage_of, tag_of
+from .tensor import Tag, put_on_card, storage_of, tag_of
 
 #: Values that are never tensors; anything else is looked at in the slow path.
 PLAIN: Final = frozenset(

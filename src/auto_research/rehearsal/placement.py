@@ -8,11 +8,12 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch import Tensor
 
 from .locate import current_site
 from .rules import argument_texts
 from .tables import Tables
-from .tensor import Tensor, put_on_card, storages, tag_of
+from .tensor import put_on_card, storages, tag_of
 
 if TYPE_CHECKING:
     from .modes import Record, VirtualCuda
@@ -89,6 +90,8 @@ _HOST_SCALARS: Final[dict[str, frozenset[str]]] = {
     "linspace": frozenset({"start", "end"}),
     "logspace": frozenset({"start", "end"}),
 }
+#: Operators whose device check is that of another one.
+_CHECKED_AS: Final = {"embedding": "_index_select"}
 _INDEXING: Final = {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"}
 
 
@@ -99,7 +102,7 @@ def policy_of(qualified: str, name: str, tables: Tables) -> str:
     packet = name.split(".")[0]
     if packet in _ANYWHERE:
         return ANYWHERE
-    if packet in _NO_SCALARS or packet in _HOST_SCALARS and packet not in _ALSO_POINTWISE:
+    if packet in _NO_SCALARS or (packet in _HOST_SCALARS and packet not in _ALSO_POINTWISE):
         return STRICT
     if name in tables.pointwise or packet in _ALSO_POINTWISE or packet.startswith("_foreach_"):
         return POINTWISE
@@ -156,8 +159,8 @@ def _judge(
     session = mode.session
     packet = record.packet
     if packet in _INDEXING:
-        if _judge_indexing(session, record, host, args, kwargs, index):
-            return
+        _judge_indexing(session, record, host, args, kwargs, index)
+        return
     allowed = _HOST_ARGUMENTS.get(packet, frozenset())
     scalars = _HOST_SCALARS.get(packet, frozenset())
     if packet.startswith("_foreach_"):
@@ -207,8 +210,8 @@ def _judge_indexing(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     index: int,
-) -> bool:
-    """Rules of ``x[i]`` and ``x[i] = v``; true when the call is fully judged here."""
+) -> None:
+    """Rules of ``x[i]`` and ``x[i] = v``."""
     names = {name for name, _, _ in host}
     if "self" not in names:
         if "indices" in names:
@@ -218,7 +221,7 @@ def _judge_indexing(
             accumulate = bool(kwargs.get("accumulate", args[3] if len(args) > 3 else False))
             deterministic = torch.are_deterministic_algorithms_enabled()
             if values.dim() == 0 and not accumulate and not deterministic:
-                return True
+                return
             text = (
                 f"expected device cuda:{index} but got device cpu for value tensor"
                 if accumulate or deterministic
@@ -226,7 +229,7 @@ def _judge_indexing(
                 f"cuda:{index} and cpu!"
             )
             _fault(session, record, text, values, "values", args, kwargs)
-        return True
+        return
     table = next(t for name, _, t in host if name == "self")
     on_card = [v for v in (args[1] if len(args) > 1 else []) if isinstance(v, Tensor) and tag_of(v) is not None]
     if on_card:
@@ -238,9 +241,8 @@ def _judge_indexing(
         )
         if finding is not None:
             taint(table)
-        return True
+        return
     _mixed_fault(session, record, "self", None, table, args, kwargs, index)
-    return True
 
 
 def _mixed_fault(
@@ -255,12 +257,12 @@ def _mixed_fault(
 ) -> None:
     argument = name if position is None else f"{name}[{position}]"
     if record.placement == POINTWISE:
-        text = (
-            "Expected all tensors to be on the same device, but found at least two devices, "
-            f"cuda:{index} and cpu!"
-        )
+        text = f"Expected all tensors to be on the same device, but found at least two devices, cuda:{index} and cpu!"
     else:
-        method = f"wrapper_CUDA_{record.name.replace('.', '_')}"
+        # An embedding checks its operands as the index_select it is made of.
+        if record.packet == "embedding":
+            argument = "index"
+        method = f"wrapper_CUDA_{_CHECKED_AS.get(record.packet, record.name.replace('.', '_'))}"
         text = (
             f"Expected all tensors to be on the same device, but got {argument} is on cpu, different from other "
             f"tensors on cuda:{index} (when checking argument in method {method})"

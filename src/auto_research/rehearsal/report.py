@@ -138,8 +138,7 @@ class Report:
                 "per_step": per_step,
                 "mean_per_step": sum(per_step) / len(per_step) if steps else 0.0,
                 "sites": [
-                    {"kind": kind, "site": site, "count": count}
-                    for (kind, site), count in session.syncs.most_common()
+                    {"kind": kind, "site": site, "count": count} for (kind, site), count in session.syncs.most_common()
                 ],
             },
             "transfers": {
@@ -299,9 +298,11 @@ td, th { border-color: #30363d } .fix, .clean { color: #56d364 } }
 <h1>Rehearsal on a virtual {{ s.card.title }}</h1>
 {% if not s.findings %}<p class="clean">No findings.</p>{% endif %}
 {% for f in s.findings %}
-<div class="finding"><p><strong>{{ f.rule }}</strong> {{ f.title }}{% if f.count > 1 %} ({{ f.count }} times){% endif %}</p>
+<div class="finding"><p><strong>{{ f.rule }}</strong> {{ f.title }}
+{% if f.count > 1 %} ({{ f.count }} times){% endif %}</p>
 <p><code>{{ f.message }}</code></p>
-<p>at <code>{{ f.file }}:{{ f.line }}</code> ({{ f.function }}){% if f.via %} via <code>{{ f.via }}</code>{% endif %}</p>
+<p>at <code>{{ f.file }}:{{ f.line }}</code> ({{ f.function }})
+{% if f.via %} via <code>{{ f.via }}</code>{% endif %}</p>
 {% if f.operator %}<p><code>{{ f.operator }}({{ f.arguments | join(', ') }})</code></p>{% endif %}
 <p class="fix">{{ f.fix }}</p></div>
 {% endfor %}
@@ -314,7 +315,8 @@ td, th { border-color: #30363d } .fix, .clean { color: #56d364 } }
 <tr><th>Peak memory</th><td>{{ mib(s.memory.peak) }} of {{ mib(s.memory.budget) }}
 (card {{ mib(s.card.memory) }}, reserve {{ mib(s.memory.reserve) }})</td></tr>
 {% for b in s.memory.batches %}<tr><th>Peak at batch {{ b.batch }}</th><td>{{ mib(b.peak) }}</td></tr>{% endfor %}
-{% if s.memory.largest_batch is not none %}<tr><th>Largest batch</th><td>{{ s.memory.largest_batch }}</td></tr>{% endif %}
+{% if s.memory.largest_batch is not none %}
+<tr><th>Largest batch</th><td>{{ s.memory.largest_batch }}</td></tr>{% endif %}
 <tr><th>Copies</th><td>{{ s.transfers.to_device }} to the device ({{ mib(s.transfers.to_device_bytes) }}),
 {{ s.transfers.to_host }} to the host ({{ mib(s.transfers.to_host_bytes) }})</td></tr>
 <tr><th>Emulated kernels</th><td>{{ s.emulated | join(', ') or 'none' }}</td></tr>

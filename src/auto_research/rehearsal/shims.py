@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from . import children
 from .masquerade import RealDevice, as_device
@@ -20,7 +21,7 @@ from .patching import Patches
 from .placement import ordinal, taint
 from .rules import argument_texts
 from .session import Session, running
-from .tensor import Tensor, tag_of
+from .tensor import tag_of
 
 _SEGMENT: Final = 2 * MIB
 
@@ -47,16 +48,14 @@ def _index(device: Any = None, optional: bool = True, allow_cpu: bool = False) -
 class Stream:
     """A CUDA stream without queue: work is done when it is asked for."""
 
-    _next = 0
+    _made = 0
 
-    def __new__(cls, device: Any = None, priority: int = 0, **kwargs: Any) -> Stream:
-        self = super().__new__(cls)
-        Stream._next += 1
-        self.stream_id = kwargs.get("stream_id", Stream._next)
+    def __init__(self, device: Any = None, priority: int = 0, *, stream_id: int | None = None, **kwargs: Any) -> None:
+        Stream._made += 1
+        self.stream_id = Stream._made if stream_id is None else stream_id
         self.device_index = _index(device)
         self.device_type = 1
         self.priority = priority
-        return self
 
     @property
     def device(self) -> torch.device:
@@ -471,7 +470,7 @@ def install(patches: Patches, session: Session, push_mode: Callable[[], Any]) ->
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     handle = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: session.step())
-    patches.on_undo(handle.remove)
+    patches.on_undo(lambda: handle.remove())
 
 
 @contextmanager
@@ -504,9 +503,7 @@ def _install_accelerator(patches: Patches, session: Session) -> None:
         patches.set(core, name, value)
     patches.set(accelerator, "is_available", lambda: _visible_devices(session) > 0)
     patches.set(accelerator, "device_count", lambda: _visible_devices(session))
-    patches.set(
-        accelerator, "current_accelerator", lambda check_available=False: RealDevice("cuda", here().index)
-    )
+    patches.set(accelerator, "current_accelerator", lambda check_available=False: RealDevice("cuda", here().index))
     patches.set(accelerator, "memory_stats", _memory_stats)
     patches.set(accelerator.memory, "memory_stats", _memory_stats)
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from .memory import LARGE, Meter
 
-Tensor = torch.Tensor
 #: ``Tensor.untyped_storage`` of the C base class: the one read on the hot path.
 storage_of: Final = torch._C.TensorBase.untyped_storage
 #: Context manager under which operators skip the rehearsal's dispatch mode.

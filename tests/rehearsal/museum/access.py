@@ -196,7 +196,7 @@ class ShuffleUnderDefaultDevice(Exhibit):
         torch.set_default_device("cuda")
         try:
             loader = DataLoader(TensorDataset(torch.arange(4)), shuffle=True)
-            return [batch for batch in loader]  # fault
+            return list(loader)  # fault
         finally:
             torch.set_default_device(None)
 
@@ -206,7 +206,7 @@ class ShuffleUnderDefaultDevice(Exhibit):
         try:
             generator = torch.Generator(device="cuda")
             loader = DataLoader(TensorDataset(torch.arange(4)), shuffle=True, generator=generator)
-            return [batch for batch in loader]
+            return list(loader)
         finally:
             torch.set_default_device(None)
 

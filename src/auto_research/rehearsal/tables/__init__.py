@@ -53,8 +53,8 @@ def load_tables(version: str = torch.__version__) -> Tables:
         known = sorted(_HERE.glob("torch_*.json"))
         path = known[-1]
         warnings.warn(
-            f"The rehearsal has no rule tables for torch {minor}; it uses {path.stem}. Findings may be wrong or missing. "
-            "Generate them with `python -m auto_research.rehearsal.tables.generate` and run the operator sweeps.",
+            f"The rehearsal has no rule tables for torch {minor}; it uses {path.stem}. Findings may be wrong or "
+            "missing. Generate them with `python -m auto_research.rehearsal.tables.generate` and run the operator sweeps.",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -39,12 +39,13 @@ REACHES = {
 
 def _registry() -> tuple[list[str], list[str], list[str]]:
     """Pointwise, otherwise unchecked, and CPU-only overloads of the operator registry."""
-    import torchgen.packaged
+    import torchgen.packaged  # type: ignore[import-untyped]
     import yaml
 
     path = Path(next(iter(torchgen.packaged.__path__))) / "ATen" / "native" / "native_functions.yaml"
     text = path.read_text()
-    pointwise, unchecked = [], []
+    pointwise: list[str] = []
+    unchecked: list[str] = []
     for block in text.split("\n- func: ")[1:]:
         name = block.split("(", 1)[0].strip()
         match = re.search(r"^\s+device_check:\s*NoCheck\s*(#.*)?$", block, re.MULTILINE)
