@@ -1,5 +1,7 @@
 """Paired bootstrap, unit metrics and fairness of `Study.compare`."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -245,5 +247,5 @@ def test_learning_rate_schedule_by_hand():
     assert rates[:2] == [0.5, 1.0]
     assert rates[2] == pytest.approx(1.0)
     assert rates[6] == pytest.approx(0.1 + 0.45)
-    assert all(a >= b for a, b in zip(rates[2:], rates[3:], strict=False))
+    assert all(a >= b for a, b in itertools.pairwise(rates[2:]))
     assert learning_rate_at(9, 10, Recipe(learning_rate=0.3)) == 0.3
