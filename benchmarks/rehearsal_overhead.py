@@ -2,8 +2,8 @@
 
 ``python benchmarks/rehearsal_overhead.py`` prints a table and, with ``--json FILE``, writes the numbers. Each workload
 is timed in turn under the three regimes, several rounds interleaved, by CPU time of the thread; the fastest round of
-each counts: on a shared machine the minimum is what the program costs. Gates: 3.2 times plain CPU on op-bound steps, 1.2 on matmul-bound ones,
-1.5 on a whole small training run, 0.5 s start-up.
+each counts: on a shared machine the minimum is what the program costs. Gates: 3.2 times plain CPU on op-bound steps,
+1.2 on matmul-bound ones, 1.5 on a whole small training run, 0.5 s start-up.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def load_tables(version: str = torch.__version__) -> Tables:
         path = known[-1]
         warnings.warn(
             f"The rehearsal has no rule tables for torch {minor}; it uses {path.stem}. Findings may be wrong or "
-            "missing. Generate them with `python -m auto_research.rehearsal.tables.generate` and run the operator sweeps.",
+            "missing. Generate them with `python -m auto_research.rehearsal.tables.generate`, then run the sweeps.",
             RuntimeWarning,
             stacklevel=2,
         )
