@@ -623,7 +623,9 @@ def run(study: Study) -> Comparison:
         study.note(f"η_λ is {config.multiplier_rate:g}, not the paper's 5e-4, so that λ responds within the steps")
     references: dict[int, SemanticIdTransformer] = {}
     with study.stage("reference"):
-        steps = study.steps("reference", smoke=10, standard=300, full=50_000)
+        steps = study.steps("reference", smoke=10, standard=600, full=50_000)
+        looks = study.size("looks", smoke=1, standard=3, full=10)
+        recipe = Recipe(3e-3, 64, warmup=0.1, schedule="cosine", validations=looks)
         for seed in study.seeds:
             seed_everything(seed)
             fitted = fit(
@@ -632,9 +634,11 @@ def run(study: Study) -> Comparison:
                 steps=steps,
                 seed=seed,
                 device=device,
-                recipe=Recipe(3e-3, 64, schedule="cosine", validations=study.size("looks", smoke=1, standard=4)),
+                recipe=recipe,
             )
             references[seed] = fitted.model.requires_grad_(False)  # type: ignore[assignment]
+            looked = ", ".join(f"{value:.4f} after {step}" for step, value in fitted.history)
+            study.note(f"reference of seed {seed}: validation {METRIC} {looked} steps; step {fitted.best_step} is kept")
 
     def reference() -> SemanticIdTransformer:
         return references[torch.initial_seed()]
