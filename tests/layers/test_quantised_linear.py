@@ -108,8 +108,10 @@ def test_bytes_on_disk_count_a_tied_tensor_once(tmp_path):
     from safetensors.torch import save_file
 
     model = nn.Linear(100, 50)
-    save_file(model.state_dict(), tmp_path / "m.safetensors")
-    assert q.bytes_on_disk(model) == (tmp_path / "m.safetensors").stat().st_size
+    mixed = nn.Sequential(model, nn.LayerNorm(7).bfloat16(), q.QuantisedLinear(nn.Linear(33, 9)), nn.Embedding(3, 5))
+    for number, some in enumerate((model, mixed, q.quantise_linears(mixed, 4))):
+        save_file(some.state_dict(), tmp_path / f"{number}.safetensors")
+        assert q.bytes_on_disk(some) == (tmp_path / f"{number}.safetensors").stat().st_size
     tied = nn.ModuleDict({"a": model, "b": model})
     assert abs(q.bytes_on_disk(tied) - q.bytes_on_disk(model)) < 100
     big = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))

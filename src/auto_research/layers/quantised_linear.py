@@ -9,6 +9,7 @@ Letters: O outputs, I inputs, G groups a row.
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from typing import Literal
 
@@ -17,6 +18,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 Bits = Literal[4, 8]
+
+STORED = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+"""Names of dtypes in a safetensors file."""
 
 GROUP = 64
 """Inputs that share one scale at 4 bits."""
@@ -124,10 +131,17 @@ def quantise_linears(
 
 
 def bytes_on_disk(model: nn.Module) -> int:
-    """Size of the model's state as a safetensors file, header included; a tied tensor is stored once."""
-    from safetensors.torch import save
+    """Size of the model's state as a safetensors file; a tied tensor is stored once.
 
-    distinct: dict[tuple[int, int, tuple[int, ...]], tuple[str, Tensor]] = {}
+    The file is not written: it is 8 bytes, a JSON header filled up to a multiple of 8, and the tensors, which lie in
+    the order of falling element size, then of their names.
+    """
+    distinct: dict[tuple[int, tuple[int, ...]], tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict().items():
-        distinct.setdefault((tensor.data_ptr(), tensor.storage_offset(), tuple(tensor.shape)), (name, tensor))
-    return len(save({name: tensor.detach().cpu().contiguous() for name, tensor in distinct.values()}))
+        distinct.setdefault((tensor.data_ptr(), tuple(tensor.shape)), (name, tensor))
+    end, header = 0, {}
+    for name, tensor in sorted(distinct.values(), key=lambda pair: (-pair[1].element_size(), pair[0])):
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": STORED[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = len(json.dumps(header, separators=(",", ":")))
+    return 8 + -(-text // 8) * 8 + end

@@ -292,7 +292,8 @@ class ServedLM:
         self.end, self.pad = int(tokenizer.eos_token_id), int(tokenizer.pad_token_id)
         self.bytes = bytes_on_disk(model)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.model = copy.deepcopy(model).to(device=device, dtype=dtype).eval()
+        as_it_is = all(p.dtype == dtype and p.device == device for p in model.parameters())
+        self.model = (model if as_it_is else copy.deepcopy(model).to(device=device, dtype=dtype)).eval()
         pieces = Pieces(tokenizer)
         self.trie = query_trie([pieces(query) for query in only], self.end).to(device) if only else None
         self._written: dict[tuple[int, ...], str] = {}

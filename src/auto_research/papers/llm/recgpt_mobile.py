@@ -53,6 +53,7 @@ from auto_research.tasks.generation import (
     ServedLM,
     chat_frame,
     completion_batch,
+    left_padded,
     scratch_causal_lm,
     sequence_log_probability,
 )
@@ -61,6 +62,8 @@ from auto_research.tasks.query_retrieval import FrequentPhrase, LastPhrase, Phra
 
 SOURCES = ("behaviour", "complement", "rewrite", "human")
 BUDGETS = (48, 96, 192)
+PER_CASE = 4
+"""Prompt make-ups that are compared on one training case."""
 MIXTURE = {"behaviour": 0.60, "complement": 0.20, "rewrite": 0.15, "human": 0.05}
 THRESHOLDS = (0.2, 0.3, 0.4, 0.5, 0.6, DRIFT_THRESHOLD, 1.0)
 """Curve of the trigger; the paper's value is 0.8."""
@@ -248,7 +251,12 @@ def serve(model: nn.Module, writer: PromptWriter, plan: Plan, only: Sequence[str
 
 
 def scorer_rows(
-    lm: ServedLM, writer: PromptWriter, data: IntentData, plan: Plan, generator: torch.Generator, per_case: int = 8
+    lm: ServedLM,
+    writer: PromptWriter,
+    data: IntentData,
+    plan: Plan,
+    generator: torch.Generator,
+    per_case: int = PER_CASE,
 ) -> Batch:
     """Random prompt make-ups of training cases and what they are worth: the log-probability of the target query.
 
@@ -287,7 +295,7 @@ def fit_scorer(
     seed_everything(seed)
     generator = torch.Generator().manual_seed(seed)
     rows = scorer_rows(lm, writer, data, plan, generator)
-    held = max(1, len(rows["target"]) // 64) * 8
+    held = max(1, len(rows["target"]) // (8 * PER_CASE)) * PER_CASE
     fitted = {name: value[:-held].to(plan.device) for name, value in rows.items()}
     scorer = PromptScorer(len(TEMPLATES), len(COMPONENTS), FEATURES, SCENES, plan.config.scorer_width).to(plan.device)
     scorer.calibrate(fitted["target"])
@@ -403,7 +411,7 @@ def pretrained_base(study: Study, catalogues: Sequence[QueryCatalogue], device: 
         [*texts, *lines],
         vocabulary=study.size("vocabulary", smoke=2048, standard=2048),
         width=study.size("width", smoke=128, standard=128),
-        layers=study.size("layers", smoke=3, standard=3),
+        layers=study.size("layers", smoke=2, standard=2),
         heads=4,
         phrases=sorted({phrase for catalogue in catalogues for phrase in catalogue.queries}),
     )
@@ -413,30 +421,43 @@ def pretrained_base(study: Study, catalogues: Sequence[QueryCatalogue], device: 
     )
     pieces, (before, after), end = Pieces(tokenizer), chat_frame(tokenizer), int(tokenizer.eos_token_id)
     generator = torch.Generator().manual_seed(0)
+    known = [[i for i, phrase in enumerate(catalogue.phrase) if phrase] for catalogue in catalogues]
 
-    def draw(catalogue: QueryCatalogue) -> int:
-        return int(torch.randint(len(catalogue), (1,), generator=generator))
+    def draw(below: int) -> int:
+        return int(torch.randint(below, (1,), generator=generator))
 
-    def row(catalogue: QueryCatalogue, naming: bool) -> tuple[list[int], list[int]]:
-        items = [draw(catalogue) for _ in range(1 if naming else 2 + draw(catalogue) % 4)]
-        types = [catalogue.type_of(item) for item in items]
-        listed = [f"{ACTIONS[draw(catalogue) % len(ACTIONS)]} {kind}\n" for kind in types]
+    def turn(which: int, naming: bool) -> tuple[list[int], list[int]]:
+        """A question about random items and its answer."""
+        catalogue, pool = catalogues[which], known[which]
+        items = [pool[draw(len(pool))] for _ in range(1 if naming else 2 + draw(4))]
+        listed = [f"{ACTIONS[draw(len(ACTIONS))]} {catalogue.phrase[item]}\n" for item in items]
         asked = [f"{catalogue.short[items[0]]}\n", "type?"] if naming else [*listed, "latest?"]
-        return [*before, *(token for text in asked for token in pieces(text)), *after], [*pieces(types[-1]), end]
+        answer = catalogue.phrase[items[-1]]
+        return [*before, *(token for text in asked for token in pieces(text)), *after], [*pieces(answer), end]
+
+    def conversation(number: int) -> tuple[list[int], list[int]]:
+        """Ids and labels of four turns about one catalogue; only answers are labelled."""
+        ids: list[int] = []
+        labels: list[int] = []
+        for n in range(4):
+            question, answer = turn(number % len(catalogues), naming=n % 2 == 0)
+            ids += [*question, *answer]
+            labels += [*[IGNORED] * len(question), *answer]
+        return ids, labels
 
     model = CompletionModel(base).to(device)
 
     def batches() -> Iterator[Batch]:
         while True:
-            rows = [row(catalogues[i % len(catalogues)], naming=i % 4 < 2) for i in range(16)]
-            prompts, completions = zip(*rows, strict=True)
-            yield completion_batch(prompts, completions, int(tokenizer.pad_token_id), device)
+            ids, labels = zip(*(conversation(i) for i in range(8)), strict=True)
+            padded, mask = left_padded(ids, int(tokenizer.pad_token_id), device)
+            yield {"input_ids": padded, "attention_mask": mask, "labels": left_padded(labels, IGNORED, device)[0]}
 
     with study.stage("pre-train the base on the catalogue"):
         train_steps(
             model,
             batches(),
-            steps=study.steps("base", smoke=20, standard=300),
+            steps=study.steps("base", smoke=20, standard=500),
             recipe=Recipe(learning_rate=3e-3, schedule="cosine"),
         )
     return base.cpu().eval(), tokenizer
