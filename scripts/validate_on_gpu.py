@@ -2,9 +2,9 @@
 
 ``python scripts/validate_on_gpu.py --output docs/gpu-validations/h200.json`` runs every exhibit of
 ``tests/rehearsal/museum`` on the card: each faulty program must raise the class the rehearsal raises (or stay silent
-where the rehearsal says so), each mended twin must pass. With ``--audit`` it then runs the audit of the adapters. It is one
-script of under eight minutes: exhibits run in worker processes, one process for all that leave the card usable and one
-for each that poisons it (device-side assertions), and a deadline bounds each.
+where the rehearsal says so), each mended twin must pass. With ``--audit`` it then runs the audit of the adapters. It is
+one script of under eight minutes: exhibits run in worker processes, one process for all that leave the card usable and
+one for each that poisons it (device-side assertions), and a deadline bounds each.
 
 Needs a CUDA build of torch and the repository; nothing is downloaded.
 """

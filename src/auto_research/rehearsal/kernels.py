@@ -232,9 +232,10 @@ def _determinism(session: Session, record: Record, args: tuple[Any, ...], kwargs
             session.recorder.fault("DET-1", text, op=record.name, arguments=argument_texts(record.names, args, kwargs))
             return True
     elif packet in ATOMIC and not torch.are_deterministic_algorithms_enabled():
-        accumulates = (len(args) > 3 and args[3]) or kwargs.get("accumulate")
-        if packet in ("index_put_", "_index_put_impl_", "_unsafe_index_put") and not accumulates:
-            return False
+        if packet in ("index_put_", "_index_put_impl_", "_unsafe_index_put"):
+            accumulates = args[3] if len(args) > 3 else kwargs.get("accumulate")
+            if not accumulates:
+                return False
         session.nondeterministic[(record.name, _where())] += 1
     return False
 

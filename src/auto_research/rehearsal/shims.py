@@ -481,7 +481,10 @@ def _nvtx_range(message: str, *args: Any, **kwargs: Any) -> Iterator[None]:
 def _install_accelerator(patches: Patches, session: Session) -> None:
     accelerator: Any = torch.accelerator
     core: Any = torch._C
-    here = lambda: session.devices[session.current]  # noqa: E731
+
+    def here(check_available: bool = False) -> torch.device:
+        return session.devices[session.current]
+
     for name, value in (
         ("_accelerator_getAccelerator", lambda: RealDevice("cuda")),
         ("_get_accelerator", lambda check=None: RealDevice("cuda")),
@@ -503,7 +506,7 @@ def _install_accelerator(patches: Patches, session: Session) -> None:
         patches.set(core, name, value)
     patches.set(accelerator, "is_available", lambda: _visible_devices(session) > 0)
     patches.set(accelerator, "device_count", lambda: _visible_devices(session))
-    patches.set(accelerator, "current_accelerator", lambda check_available=False: RealDevice("cuda", here().index))
+    patches.set(accelerator, "current_accelerator", here)
     patches.set(accelerator, "memory_stats", _memory_stats)
     patches.set(accelerator.memory, "memory_stats", _memory_stats)
 
