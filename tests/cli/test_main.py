@@ -64,6 +64,8 @@ def test_list_filters_and_json():
         (("reproduce", "rankmixr"), "Did you mean 'rankmixer'?"),
         (("reproduce", "rankmixer", "--seeds", "1,x"), "not a list of whole numbers"),
         (("reproduce", "rankmixer", "--seeds", "1,1"), "repeat"),
+        (("reproduce", "rankmixer", "--seeds", ""), "not a list of whole numbers"),
+        (("reproduce", "rankmixer", "--results-dir", "/dev/null/x"), "cannot create /dev/null/x"),
         (("reproduce", "rankmixer", "--device", "cuda:7"), "cuda:7"),
         (("reproduce", "rankmixer", "--dataset-dir", "nowhere"), "nowhere is not a folder"),
         (("reproduce", "rankmixer", "--workers", "0"), "--workers"),

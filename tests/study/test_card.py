@@ -53,7 +53,15 @@ def test_broken_cards_are_refused_in_one_sentence(tmp_path, change, message):
     path = write(tmp_path, FRONT.replace(*change))
     with pytest.raises(BrokenCard, match=message) as caught:
         read_card(path)
-    assert "toy.md" in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_no_file_is_refused_and_a_byte_order_mark_is_not(tmp_path):
+    (tmp_path / "folder.md").mkdir()
+    with pytest.raises(BrokenCard, match=r"folder\.md cannot be read"):
+        read_card(tmp_path / "folder.md")
+    assert read_card(write(tmp_path, "\ufeff" + FRONT))[0].key == "toy-paper"
 
 
 def test_yaml_cannot_build_objects(tmp_path):
@@ -109,6 +117,16 @@ def test_one_key_twice_is_refused(outside):
         write(outside, FRONT, f"{name}.md")
         (outside / f"{name}.py").write_text("def run(study): ...\n")
     with pytest.raises(BrokenCard, match="share key 'toy-paper'"):
+        _registry.adapters()
+
+
+@pytest.mark.parametrize(
+    "value, message",
+    [("no_such_package", "not an installed package"), ("no_such.package", "which fails: No module named 'no_such'")],
+)
+def test_an_entry_point_to_nowhere_is_refused(outside, monkeypatch, value, message):
+    monkeypatch.setattr(_Entry, "value", value)
+    with pytest.raises(UserError, match=message):
         _registry.adapters()
 
 

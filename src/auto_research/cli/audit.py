@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -85,8 +86,8 @@ def audit(
     from auto_research.papers._reproduce import parse_seeds
 
     notes = []
-    if timeout_seconds <= 0:
-        raise UserError(f"--timeout-seconds must be positive, got {timeout_seconds:g}.")
+    if not 0 < timeout_seconds < math.inf:
+        raise UserError(f"--timeout-seconds must be positive and finite, got {timeout_seconds:g}.")
     if dataset_dir is not None and not dataset_dir.is_dir():
         if dataset_dir.exists():
             raise UserError(f"--dataset-dir {dataset_dir} is not a folder; name the folder that holds the data sets.")

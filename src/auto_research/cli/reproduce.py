@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -41,15 +42,18 @@ def reproduce(
     chosen = [adapter(key) for key in dict.fromkeys(keys)]
     request = _reproduce.Request(
         budget=budget,
-        seeds=_reproduce.parse_seeds(seeds) if seeds else (),
+        seeds=_reproduce.parse_seeds(seeds) if seeds is not None else (),
         device=device,
         dataset_dir=dataset_dir,
         checkpoints=checkpoints,
         timeout_s=timeout_seconds,
         workers=workers,
     )
-    if timeout_seconds <= 0:
-        raise UserError(f"--timeout-seconds {timeout_seconds:g} must be positive")
+    if not 0 < timeout_seconds < math.inf:
+        raise UserError(f"--timeout-seconds {timeout_seconds:g} must be positive and finite")
+    request.check(chosen)
+    if results_dir is not None:
+        _reproduce.results_folder(results_dir)
     failed = 0
     for result in _reproduce.reproduce(chosen, request, output, lambda line: print(line, file=sys.stderr)):
         _print(result)

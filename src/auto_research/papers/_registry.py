@@ -78,7 +78,10 @@ def discover(root: Path, package: str) -> list[Adapter]:
 
 def _installed() -> Iterable[tuple[Path, str]]:
     for entry in entry_points(group=ENTRY_POINT_GROUP):
-        spec = importlib.util.find_spec(entry.value)
+        try:
+            spec = importlib.util.find_spec(entry.value)
+        except Exception as error:  # a dotted name imports its parent, which is somebody else's code
+            raise UserError(f"entry point '{entry.name}' names '{entry.value}', which fails: {error}") from error
         if spec is None or not spec.submodule_search_locations:
             raise UserError(f"entry point '{entry.name}' names '{entry.value}', which is not an installed package")
         yield Path(next(iter(spec.submodule_search_locations))), entry.value

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import re
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -130,16 +130,29 @@ def reproduce(
             yield _write(job.name, job.log_path.parent, outcome)
 
 
+def results_folder(folder: Path) -> Path:
+    """Makes the folder that receives records; a run of hours must not end at a folder that cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot create {folder} ({error.strerror}); choose another --results-dir") from error
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"cannot write to {folder}; choose another --results-dir or correct its permissions")
+    return folder
+
+
 def keep(result: Result, folder: Path) -> Path:
     """Copies a finished run's record to `<folder>/<key>.json`, the form in which results are committed."""
-    folder.mkdir(parents=True, exist_ok=True)
+    assert result.record is not None
     target = folder / f"{result.key}.json"
-    shutil.copyfile(result.folder / "result.json", target)
+    write_json_atomic(target, result.record)
     return target
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:
     """`42,43,44` as numbers; raises `UserError`."""
-    if not re.fullmatch(r"\d+(,\d+)*", text):
+    if not re.fullmatch(r"[0-9]+(,[0-9]+)*", text):
         raise UserError(f"--seeds '{text}' is not a list of whole numbers such as 42,43,44")
+    if too_large := [part for part in text.split(",") if len(part.lstrip("0")) > 10 or int(part) >= 2**32]:
+        raise UserError(f"--seeds {','.join(too_large)} is out of range; a seed lies in 0..{2**32 - 1}")
     return tuple(int(part) for part in text.split(","))

@@ -98,12 +98,14 @@ def split_front_matter(text: str, where: str) -> tuple[str, str]:
 def read_card(path: Path) -> tuple[Card, str]:
     """The card at `path` and the page below its front matter. Raises `BrokenCard` naming the file and the field."""
     try:
-        header, page = split_front_matter(path.read_text(encoding="utf-8"), path.name)
+        header, page = split_front_matter(path.read_text(encoding="utf-8-sig"), str(path))
         values: Any = yaml.load(header, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except OSError as error:
+        raise BrokenCard(f"{path} cannot be read ({error.strerror}); a card is a readable file") from error
     except UnicodeDecodeError as error:
         raise BrokenCard(f"{path} is not UTF-8 text; save it as UTF-8") from error
     except yaml.YAMLError as error:
-        raise BrokenCard(f"{path}: the front matter is not valid YAML ({error})") from error
+        raise BrokenCard(f"{path}: the front matter is not valid YAML ({' '.join(str(error).split())})") from error
     if not isinstance(values, dict):
         raise BrokenCard(f"{path}: the front matter must be a mapping of fields")
     try:
