@@ -342,3 +342,10 @@ def test_a_binding_in_a_loop_is_seen_by_the_next_turn(tmp_path: Path) -> None:
     source = IMPORT + "def run(study):\n    pick = None\n    for i in range(2):\n"
     source += "        if pick: pick('auto')\n        pick = device_for\n"
     assert scanned(tmp_path, source).explicit
+
+
+@pytest.mark.parametrize("depth", [700, 5000])  # the second is already too deep for the parser
+def test_a_file_nested_too_deeply_says_so(tmp_path: Path, depth: int) -> None:
+    result = scanned(tmp_path, "def run(s):\n    return s" + ".a" * depth)
+    assert not result.explicit
+    assert "nested too deeply" in result.note

@@ -31,6 +31,7 @@ DEVICE_FOR = "auto_research.runtime.device.device_for"
 PROTOCOL_METHODS = frozenset(
     ("forward", "loss", "scores", "generate", "batches", "evaluate", "on_step_end", "resample")
 )
+_TOO_DEEP = "{} is nested too deeply to be read"
 # Callables that call the function they are given.
 CALLING = frozenset(("map", "starmap", "submit", "apply", "apply_async", "to_thread", "run_in_executor"))
 
@@ -155,9 +156,14 @@ def scan_file(path: Path, function: str = "run", *, key: str = "", module: str =
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError) as error:
         return Scan(key=key, explicit=False, sites=[], note=f"{path.name} cannot be read as Python: {error}")
+    except (RecursionError, MemoryError):  # the parser's own limits
+        return Scan(key=key, explicit=False, sites=[], note=_TOO_DEEP.format(path.name))
     package = module if path.stem == "__init__" else module.rpartition(".")[0]
-    analysis = _Analysis(tree, package)
-    found = analysis.follow(function)
+    try:
+        analysis = _Analysis(tree, package)
+        found = analysis.follow(function)
+    except RecursionError:
+        return Scan(key=key, explicit=False, sites=[], note=_TOO_DEEP.format(path.name))
     sites = [Site(file=str(path), line=line, chain=chain) for (line, _), chain in sorted(found.items())]
     note = {
         "here": "",
