@@ -514,3 +514,22 @@ def verdict_on(stand_in: bool, **means: float) -> str:
 )
 def test_decision_rule(stand_in, means, verdict):
     assert verdict_on(stand_in, **means) == verdict
+
+
+@pytest.mark.parametrize("stand_in", [False, True])
+def test_the_decision_rule_asks_for_no_arm_that_did_not_run(stand_in):
+    ran, asked = {CONTINUED, FROZEN, FIXED, TITLES, FREE, LWGR}, set()
+
+    def compare(method, baseline, metric):
+        asked.update((method, baseline))
+        return Difference(
+            method=method, baseline=baseline, metric=metric, mean=0.0, low=-1.0, high=1.0,
+            relative=None, baseline_mean=0.1, wins=0, seeds=1, units=8,
+        )  # fmt: skip
+
+    for clause in decision_rule(stand_in, {PLAIN_VQ, *lwgr.FEWER.values(), lwgr.RECONSTRUCTED, lwgr.TUNED}):
+        clause.decide(compare)
+    assert asked <= ran
+    for clause in decision_rule(stand_in):
+        clause.decide(compare)
+    assert PLAIN_VQ in asked
