@@ -45,10 +45,16 @@ def own_torch() -> str | None:
 
 
 def venv_torch() -> str | None:
-    """Version of torch, with its local part (`+cu128`), that `.venv` sees, or None."""
-    probe = "import torch; print(torch.__version__)"
+    """Version of torch, with its local part (`+cu128`), that `.venv` sees, or None; it need not work."""
+    probe = "from importlib import metadata; print(metadata.version('torch'))"
     done = subprocess.run([PYTHON, "-c", probe], capture_output=True, text=True)
     return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def why_torch_fails() -> str | None:
+    """Last line of what `.venv` says when it imports torch, or None if that works."""
+    done = subprocess.run([PYTHON, "-c", "import torch"], stderr=subprocess.PIPE, text=True)
+    return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["it dies"])[-1]
 
 
 def pip(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -75,7 +81,14 @@ def main() -> None:
             fail(f"pip could not install {TORCH}: {done.stderr.strip().splitlines()[-1]}")
         version = venv_torch()
         if version is None:
-            fail(f"{TORCH} was installed and cannot be imported; delete .venv and run again")
+            fail(f"{TORCH} was installed and cannot be found; delete .venv and run again")
+        if reason := why_torch_fails():
+            fail(f"{TORCH} was installed and cannot be imported ({reason}); delete .venv and run again")
+    elif reason := why_torch_fails():
+        fail(
+            f"torch {version} is present and cannot be imported ({reason}); an existing torch is never replaced, "
+            "so mend or remove it yourself and run again"
+        )
     assert version is not None
     if tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))

@@ -148,8 +148,8 @@ def merge(
         raise UserError(f"--output {output} must end in .json; the other reports are named after it.")
     if output.resolve() in [file.resolve() for file in files]:
         raise UserError(f"--output {output} is one of the files to merge; give another name.")
+    merged = records.merge(files)
     with OutputLock(output):
-        merged = records.merge(files)
         write_json_atomic(output, merged)
     _finish(merged, output)
 
