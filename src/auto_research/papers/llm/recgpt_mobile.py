@@ -86,7 +86,7 @@ class RecGPTConfig:
         mixture: shares of the training sources.
     """
 
-    rank: int = 8
+    rank: int = 16
     targets: str | tuple[str, ...] = "all-linear"
     alpha: float | None = None
     prompt_loss: bool = False
@@ -486,8 +486,8 @@ def run(study: Study) -> Comparison:
     data = IntentData.of_split(
         split,
         catalogue,
-        test_users=study.size("test users", smoke=small(4, 100), standard=660 if shopping else 300, full=1000),
-        validation_users=study.size("validation users", smoke=small(2, 20), standard=120, full=400),
+        test_users=study.size("test users", smoke=small(4, 60), standard=660 if shopping else 300, full=1000),
+        validation_users=study.size("validation users", smoke=small(2, 10), standard=120, full=400),
         events=60,
     )
     streams_of = study.size("streams", smoke=small(2, 20), standard=60, full=150)
@@ -504,7 +504,7 @@ def run(study: Study) -> Comparison:
         recipe=Recipe(
             learning_rate=5e-4 if large else 5e-3, batch_size=study.size("batch", smoke=small(2, 8), standard=16)
         ),
-        steps=study.steps("tuning", smoke=small(2, 20), standard=150, full=800),
+        steps=study.steps("tuning", smoke=small(2, 12), standard=250, full=800),
         budgets=BUDGETS[:1] if smoke else BUDGETS,
         training_budgets=(48,) if smoke else (48, 48, 48, 96),
         longest=small(3, 8) if smoke else 12,
@@ -533,7 +533,7 @@ def run(study: Study) -> Comparison:
             results = run_policies(judge, streams, seed, (DRIFT_THRESHOLD,) if smoke else THRESHOLDS)
         chains[seed] = Chain(merged, served, adapters, scorer, fit, results)
 
-    arms = language_arms(chains, zero_shot, writer, plan)
+    arms = language_arms(chains, zero_shot, writer, plan, ablations=not smoke)
 
     def without(source: str) -> Callable[[int, float], Trained]:
         """The mixture without one source, same steps."""
@@ -587,7 +587,7 @@ def prompt_arm(kind: PromptKind, budget: int) -> str:
 
 
 def language_arms(
-    chains: Mapping[int, Chain], zero_shot: ServedLM, writer: PromptWriter, plan: Plan
+    chains: Mapping[int, Chain], zero_shot: ServedLM, writer: PromptWriter, plan: Plan, *, ablations: bool
 ) -> list[Variant]:
     """Every arm that serves what the stages before have trained."""
 
@@ -619,9 +619,9 @@ def language_arms(
         ("zero-shot LM", lambda chain: zero_shot, "control"),
         ("LoRA", lambda chain: chain.served, "method"),
         ("int8", partial(quantised, 8), "method"),
-        ("int4", partial(quantised, 4), "ablation"),
-        ("LoRA, closed query set", closed, "ablation"),
     ]
+    if ablations:
+        makes += [("int4", partial(quantised, 4), "ablation"), ("LoRA, closed query set", closed, "ablation")]
     arms = [Variant(name, train=arm(make, "recent", small), kind=kind, trains=False) for name, make, kind in makes]
     for budget in plan.budgets:
         for kind in PROMPT_KINDS:
