@@ -82,6 +82,19 @@ def test_resolved_and_then_computed_in_numpy(package: Package) -> None:
     assert not result.passed
 
 
+@pytest.mark.parametrize("line", ['{"event": "device_for"}', '{"event": "device_work", "devices": 3}', "no JSON"])
+def test_evidence_of_another_form_proves_nothing_and_stops_nothing(package: Package, tmp_path: Path, line: str) -> None:
+    from auto_research.audit.scan import scan
+
+    package.add("good", PASSING)
+    adapter = package.adapters()["good"]
+    (evidence := tmp_path / "evidence.jsonl").write_text(line + "\n")
+    outcome = running.Outcome(state="finished", started_at="", log_path="x", result={})
+    judged = running.judge(adapter, scan(adapter), SETTINGS, outcome, evidence)
+    assert judged.status == "completed_without_device_call"
+    assert "evidence" in judged.notes[0]
+
+
 def test_a_call_that_resolves_elsewhere_is_no_pass(package: Package) -> None:
     # Judged as a machine with a GPU would: everything ran on the CPU.
     package.add("good", PASSING)

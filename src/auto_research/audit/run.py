@@ -29,7 +29,7 @@ from auto_research.audit.scan import Scan
 from auto_research.papers._registry import Adapter
 from auto_research.runtime.budget import variable_name
 from auto_research.runtime.errors import UserError
-from auto_research.runtime.evidence import device_work_verdict
+from auto_research.runtime.evidence import WorkVerdict, device_work_verdict
 from auto_research.runtime.process import LANGUAGE_PRELOAD, TORCH_PRELOAD, Job, Outcome, Running, start
 from auto_research.runtime.records import OutputLock, read_jsonl, read_record, write_json_atomic
 from auto_research.runtime.versions import cores, environment
@@ -266,13 +266,14 @@ def judge(
     """Status, evidence and diagnosis of one adapter from its outcome and its evidence log."""
     notes: list[str] = []
     try:
-        records = read_jsonl(evidence)
+        stages, verdict, calls, (work, peaks) = _read_evidence(read_jsonl(evidence), settings)
     except UserError as error:
-        records = []
+        stages, verdict, calls, (work, peaks) = _read_evidence([], settings)
         notes.append(f"its evidence cannot be read: {error}")
-    stages = _stages(records)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:  # lines that the adapter itself wrote
+        stages, verdict, calls, (work, peaks) = _read_evidence([], settings)
+        notes.append(f"its evidence holds records of another form ({type(error).__name__}: {error}) and proves nothing")
     study: dict[str, Any] = outcome.result or {}
-    verdict = device_work_verdict(records, settings.resolved_device)
     diagnosis: Diagnosis | None = None
     status: Status
     if outcome.state == "finished":
@@ -293,7 +294,6 @@ def judge(
         notes.append(f"processes {outcome.left_behind} are stuck in the kernel and could not be ended")
     if scan.note:
         notes.append(scan.note)
-    work, peaks = _work(records)
     result = AdapterResult(
         key=adapter.key,
         title=adapter.card.title,
@@ -307,7 +307,7 @@ def judge(
         started=outcome.started_at,
         seconds=round(outcome.seconds, 3),
         attempt=attempt,
-        calls=_calls(records),
+        calls=calls,
         share=verdict.share,
         measure=verdict.measure,
         work=work,
@@ -330,6 +330,14 @@ def judge(
         commit=environment().get("commit"),
     )
     return result if result.passed else result.model_copy(update={"log_tail": clean_tail(outcome.log_tail)})
+
+
+def _read_evidence(
+    records: Sequence[Mapping[str, Any]], settings: AuditSettings
+) -> tuple[list[StageResult], WorkVerdict, list[DeviceCall], tuple[dict[str, DeviceCounts], dict[str, int]]]:
+    """Stages, verdict, `device_for` calls and device work of one evidence log."""
+    verdict = device_work_verdict(records, settings.resolved_device)
+    return _stages(records), verdict, _calls(records), _work(records)
 
 
 def _failure(
