@@ -346,6 +346,7 @@ def test_fetch_refuses_an_archive_of_another_edition(site, cache):
         tarred({"pipe": b""}, kind=tarfile.FIFOTYPE),
         tarred({"device": b""}, kind=tarfile.CHRTYPE),
     ],
+    ids=lambda content: "archive",  # archives hold the time they were made: as names they would never repeat
 )
 def test_extract_refuses_members_that_leave_the_folder(write, tmp_path, content):
     packed = write("in/archive", content)
