@@ -1,7 +1,7 @@
 """RecBole's SASRec behind a line protocol, for `next_item_vs_recbole.py`; run by the Python that has RecBole.
 
-Reads one JSON object of settings, then one command a line (`train`, `validate`, `test FILE`, `quit`), and answers each
-with one JSON line on standard output. Needs nothing of this project.
+Reads one JSON object of settings, then one command a line (`train UPDATES`, `validate`, `test FILE`, `quit`), and
+answers each with one JSON line on standard output. Needs nothing of this project.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import sys
 import time
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -33,8 +34,27 @@ def shim() -> None:
         sys.modules["ray"].tune = sys.modules["ray.tune"]  # type: ignore[attr-defined]
 
 
+class Stretch:
+    """The next `length` batches of an endless pass over a loader, in the form that RecBole's trainer takes."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader, self.batches, self.length = loader, iter(loader), 0
+        self.shuffle = False  # the loader itself shuffles at each pass
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(self.length):
+            batch = next(self.batches, None)
+            if batch is None:
+                self.batches = iter(self.loader)
+                batch = next(self.batches)
+            yield batch
+
+
 def main() -> None:
-    """Trains, validates and tests one epoch a command."""
+    """Trains, validates and tests on command."""
     shim()
     answers, sys.stdout = sys.stdout, sys.stderr  # RecBole's own printing must not mix with the answers
     settings: dict[str, Any] = json.loads(sys.stdin.readline())
@@ -46,7 +66,7 @@ def main() -> None:
     from recbole.trainer import Trainer
     from recbole.utils import init_seed
 
-    config = Config(model="SASRec", dataset="ml-100k", config_dict=settings)
+    config = Config(model="SASRec", dataset=settings.pop("name"), config_dict=settings)
     init_seed(config["seed"], True)
     dataset = create_dataset(config)
     train, valid, test = data_preparation(config, dataset)
@@ -67,15 +87,15 @@ def main() -> None:
         parameters=sum(p.numel() for p in model.parameters()),
     )
     best: tuple[float, dict[str, Any]] = (-1.0, {})
-    epoch = 0
+    stretch = Stretch(train)
     for line in sys.stdin:
         command, *arguments = line.split()
         if command == "quit":
             return
         started, cpu = time.perf_counter(), time.process_time()
         if command == "train":
-            loss = trainer._train_epoch(train, epoch, show_progress=False)
-            epoch += 1
+            stretch.length = int(arguments[0])
+            loss = trainer._train_epoch(stretch, 0, show_progress=False) / stretch.length
             say(seconds=time.perf_counter() - started, cpu=time.process_time() - cpu, loss=float(loss))
         elif command == "validate":
             result = trainer.evaluate(valid, load_best_model=False, show_progress=False)
@@ -88,16 +108,18 @@ def main() -> None:
             model.load_state_dict(best[1])
             result = trainer.evaluate(test, load_best_model=False, show_progress=False)
             model.eval()
-            users, scores = [], []
+            users, targets, scores = [], [], []
             with torch.no_grad():
                 for batch in test:
                     interaction = batch[0].to(config["device"])
                     users.append(interaction[dataset.uid_field].cpu())
+                    targets.append(batch[3].cpu())  # the positive item of each row
                     scores.append(model.full_sort_predict(interaction).float().cpu())
             ids = np.arange(dataset.item_num)
             np.savez(
                 arguments[0],
                 user=dataset.id2token(dataset.uid_field, torch.cat(users).numpy()).astype(str),
+                target=dataset.id2token(dataset.iid_field, torch.cat(targets).numpy()).astype(str),
                 item=dataset.id2token(dataset.iid_field, ids).astype(str),
                 scores=torch.cat(scores).numpy(),
             )
