@@ -347,7 +347,8 @@ def as_good_as_fixed(comparison: Comparison, budget: int) -> Clause:
         return sum(trial.validation["recall@20"] for trial in trials) / len(trials)
 
     method = prompt_arm("adaptive", budget)
-    best = max((prompt_arm(kind, budget) for kind in PROMPT_KINDS if kind != "adaptive"), key=on_validation)
+    fixed = [prompt_arm(kind, budget) for kind in PROMPT_KINDS if kind != "adaptive"]
+    best = max((name for name in fixed if name in comparison.trials), key=on_validation)
 
     def decide(compare: Compare) -> tuple[State, str]:
         d = compare(method, best, "recall@20")
@@ -504,10 +505,10 @@ def run(study: Study) -> Comparison:
         recipe=Recipe(
             learning_rate=5e-4 if large else 5e-3, batch_size=study.size("batch", smoke=small(2, 8), standard=16)
         ),
-        steps=study.steps("tuning", smoke=small(2, 12), standard=250, full=800),
+        steps=study.steps("tuning", smoke=small(1, 12), standard=250, full=800),
         budgets=BUDGETS[:1] if smoke else BUDGETS,
         training_budgets=(48,) if smoke else (48, 48, 48, 96),
-        longest=small(3, 8) if smoke else 12,
+        longest=small(2, 8) if smoke else 12,
         decode_batch=study.size("decoding batch", smoke=64, standard=64, full=256),
         configurations=study.size("configurations", smoke=small(8, 128), standard=2000),
         scorer_steps=study.steps("scorer", smoke=20, standard=400),
@@ -626,7 +627,7 @@ def language_arms(
     for budget in plan.budgets:
         for kind in PROMPT_KINDS:
             name = prompt_arm(kind, budget)
-            if name != "LoRA":
+            if name != "LoRA" and (ablations or kind != "long"):
                 role: Kind = "method" if kind == "adaptive" else "control"
                 train = arm(lambda chain: chain.served, kind, budget)
                 arms.append(Variant(name, train=train, kind=role, trains=False))
