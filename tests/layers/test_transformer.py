@@ -123,6 +123,22 @@ def test_decoding_step_by_step_equals_one_pass_with_memory_and_beams() -> None:
     torch.testing.assert_close(stack(step[rows], cache=cache, **arguments), longer[:, -1:])
 
 
+@pytest.mark.parametrize("kind", [CausalTransformer, TransformerEncoder])
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("rotary", [None, RotaryEmbedding(4)])
+@pytest.mark.parametrize("latest", [1, 2, 9])
+def test_latest_states_equal_the_end_of_all_states(
+    kind: type[TransformerStack], norm_first: bool, rotary: RotaryEmbedding | None, latest: int
+) -> None:
+    stack = kind(8, 2, 16, layers=2, norm_first=norm_first).eval()
+    x = torch.randn(3, 5, 8)
+    valid = torch.tensor([[False, False, True, True, True], [True] * 5, [False] * 5])
+    near = torch.arange(5)[:, None] - torch.arange(5) < 2
+    torch.testing.assert_close(stack(x, rotary=rotary, latest=latest), stack(x, rotary=rotary)[:, -latest:])
+    whole = stack(x, valid, mask=near, rotary=rotary)
+    torch.testing.assert_close(stack(x, valid, mask=near, rotary=rotary, latest=latest), whole[:, -latest:])
+
+
 def test_cross_attention_without_memory_is_an_error() -> None:
     with pytest.raises(ValueError, match="memory"):
         CausalTransformer(8, 2, 16, layers=1, cross=True)(torch.randn(1, 2, 8))

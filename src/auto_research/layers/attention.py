@@ -204,18 +204,21 @@ class MultiHeadAttention(nn.Module):
         cache: KVCache | None = None,
         *,
         causal: bool = False,
+        latest: int | None = None,
     ) -> Tensor:
         """Attends from x (B, T, dim) to itself, or to memory (M, S, dim); returns (B, T, dim).
 
         Self-attention: `cache` holds the earlier positions and receives the new ones; masks then span cached
-        and new keys. `causal=True` stands for `causal_mask` and joins a given mask.
+        and new keys. `causal=True` stands for `causal_mask` and joins a given mask. With `latest=n` only the last
+        n positions ask, of all as ever, and the result is (B, n, dim).
 
         Cross-attention: keys and values of the memory are computed once and kept in `cache`. B may be a
         multiple n of M (n beams a row, adjacent): the beams share their row's memory without copying it, and
-        the mask must be the same for all queries. `rotary` and `causal` concern self-attention only.
+        the mask must be the same for all queries. `rotary`, `causal` and `latest` concern self-attention only.
         """
-        batch, length, _ = x.shape
-        query = self.query(x).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)  # (B, H, T, D)
+        # Rotary positions are given to queries and keys together, so there the queries are cut afterwards.
+        asking = x if latest is None or rotary is not None or memory is not None else x[:, -latest:]
+        query = self.query(asking).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)  # (B, H, T, D)
         if memory is None:
             key, value = self._project_memory(x)
             offset = cache.length if cache is not None else 0
@@ -223,9 +226,14 @@ class MultiHeadAttention(nn.Module):
                 query, key = rotary(query, key, offset)
             if cache is not None:
                 key, value = cache.append(key, value)
+            if latest is not None:
+                query = query[:, :, -latest:]
+                if mask is not None and mask.shape[-2] > 1:
+                    mask = mask[..., -latest:, :]
+            length = query.shape[2]
             if causal and length == 1:
                 causal = False  # the only query is the latest position: it sees every key
-            elif causal and (mask is not None or offset):
+            elif causal and (mask is not None or length < key.shape[2]):
                 triangle = causal_mask(length, key.shape[2], x.device)
                 if mask is None:
                     mask = triangle
@@ -240,7 +248,7 @@ class MultiHeadAttention(nn.Module):
                 key, value = self._project_memory(memory)
                 if cache is not None:
                     cache.append(key, value)
-            rows = key.shape[0]
+            rows, (batch, length) = key.shape[0], x.shape[:2]
             if batch % rows:
                 raise ValueError(f"{batch} query rows are no multiple of {rows} memory rows")
             beams = batch // rows

@@ -115,11 +115,13 @@ class TransformerBlock(nn.Module):
         memory: Tensor | None = None,
         memory_mask: Tensor | None = None,
         cache: BlockCache | None = None,
+        latest: int | None = None,
     ) -> Tensor:
-        """(B, T, dim) -> (B, T, dim); masks as in `layers.attention`."""
+        """(B, T, dim) -> (B, T, dim), or (B, latest, dim); masks and `latest` as in `layers.attention`."""
         before, after = self._norms(self.attention_norm)
         own = cache.own if cache is not None else None
-        x = after(x + self.dropout(self.attention(before(x), None, mask, rotary, own, causal=causal)))
+        found = self.attention(before(x), None, mask, rotary, own, causal=causal, latest=latest)
+        x = after((x if latest is None else x[:, -latest:]) + self.dropout(found))
         if self.cross_attention is not None and self.cross_norm is not None:
             if memory is None:
                 raise ValueError("a block with cross-attention needs a memory")
@@ -194,6 +196,7 @@ class TransformerStack(nn.Module):
         memory: Tensor | None = None,
         memory_valid: Tensor | None = None,
         cache: list[BlockCache] | None = None,
+        latest: int | None = None,
     ) -> Tensor:
         """Encodes x (B, T, dim); returns (B, T, dim).
 
@@ -201,10 +204,12 @@ class TransformerStack(nn.Module):
             valid: (B, keys) True at real positions; with a cache, keys = cached + new positions.
             mask: a further boolean mask that broadcasts to (B, heads, T, keys).
             memory, memory_valid: (M, S, dim) and (M, S), for stacks with cross-attention.
+            latest: how many last positions are wanted, all by default; the last block computes no others.
         """
         if valid is not None:
             mask = padding_mask(valid) if mask is None else padding_mask(valid) & mask
         memory_mask = None if memory_valid is None else padding_mask(memory_valid)
+        final = len(self.blocks) - 1
         for i, block in enumerate(self.blocks):
             x = block(
                 x,
@@ -214,6 +219,7 @@ class TransformerStack(nn.Module):
                 memory=memory,
                 memory_mask=memory_mask,
                 cache=None if cache is None else cache[i],
+                latest=latest if i == final else None,
             )
         return self.norm(x)
 

@@ -261,17 +261,20 @@ class SASRec(nn.Module):
         self.transformer = CausalTransformer(dim, heads, hidden or dim, layers, dropout, activation=activation)
         init_transformer(self)
 
-    def encode(self, sequence: Tensor) -> Tensor:
-        """States (B, T, dim) of ids (B, T); state t has seen events 0..t. Only the last `max_length` are read."""
+    def encode(self, sequence: Tensor, latest: int | None = None) -> Tensor:
+        """States (B, T, dim) of ids (B, T); state t has seen events 0..t. Only the last `max_length` are read.
+
+        With `latest=n` only the last n states are computed.
+        """
         sequence = sequence[:, -self.max_length :]
         position = torch.arange(sequence.shape[1] - 1, -1, -1, device=sequence.device)
         x = self.items(sequence) * math.sqrt(self.items.embedding_dim) + self.positions(position)
         near = None if self.window is None else position[None, :] < position[:, None] + self.window
-        return self.transformer(self.dropout(x), sequence > 0, mask=near)
+        return self.transformer(self.dropout(x), sequence > 0, mask=near, latest=latest)
 
     def loss(self, batch: Batch) -> Tensor:
         states, target = self.encode(batch["sequence"]), batch["target"][:, -self.max_length :]
         return item_loss(states, target, self.items.weight, kind=self.loss_kind, negatives=self.negatives)
 
     def scores(self, batch: Batch) -> Tensor:
-        return self.encode(batch["sequence"])[:, -1] @ self.items.weight.T
+        return self.encode(batch["sequence"], latest=1)[:, -1] @ self.items.weight.T
