@@ -410,7 +410,7 @@ def pretrained_base(study: Study, catalogues: Sequence[QueryCatalogue], device: 
     texts = [f"{text}\n" for catalogue in catalogues for text in (*catalogue.short, *catalogue.paraphrase.values())]
     base, tokenizer = scratch_causal_lm(
         [*texts, *lines],
-        vocabulary=study.size("vocabulary", smoke=2048, standard=2048),
+        vocabulary=study.size("vocabulary", smoke=1024, standard=1024),
         width=study.size("width", smoke=128, standard=128),
         layers=study.size("layers", smoke=2, standard=2),
         heads=4,
