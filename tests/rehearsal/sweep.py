@@ -17,18 +17,11 @@ import torch
 
 from auto_research.rehearsal import rehearse
 from auto_research.rehearsal.tables import load_tables
+from auto_research.rehearsal.tables.generate import operator_database
 
 EXPLAINED = Path(__file__).with_name("explained.json")
 EMULATED = load_tables().emulated_dtypes
 DTYPES = (torch.float32, torch.int64, torch.bfloat16, torch.float16, torch.complex64, torch.bool)
-
-
-def operators() -> list[Any]:
-    """torch's operator test database."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from torch.testing._internal.common_methods_invocations import op_db
-    return list(op_db)
 
 
 def tree_map(function: Any, value: Any) -> Any:
@@ -214,7 +207,7 @@ def _equal(expected: torch.Tensor, actual: torch.Tensor) -> bool:
 def sweep(limit: int, dtypes: Any = DTYPES, names: Any = None) -> Outcome:
     """The operator sweep."""
     outcome = Outcome()
-    for op in operators():
+    for op in operator_database():
         if names and op.name not in names:
             continue
         for dtype in dtypes:
@@ -227,7 +220,7 @@ def displace(limit: int, names: Any = None) -> tuple[Counter, dict[str, str]]:
     """Leave one tensor of each float32 sample on the host: how many are flagged, and which are not."""
     counts: Counter = Counter()
     silent: dict[str, str] = {}
-    for op in operators():
+    for op in operator_database():
         if (names and op.name not in names) or torch.float32 not in op.dtypes:
             continue
         key = f"{op.name}{'.' + op.variant_test_name if op.variant_test_name else ''}"

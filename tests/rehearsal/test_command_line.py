@@ -67,6 +67,14 @@ def test_the_module_runs_as_a_command(tmp_path):
     assert "went on" in done.stdout
 
 
+def test_a_location_is_printed_on_one_line_however_long_its_path(tmp_path, capfd):
+    script = tmp_path / ("a_folder_with_a_long_name_" * 5) / "train.py"
+    script.parent.mkdir()
+    script.write_text(FAULTY)
+    assert main([str(script)]) == 1
+    assert f"at {script}:4 (<module>)" in capfd.readouterr().err
+
+
 def test_a_clean_script_with_its_own_arguments(rehearse, tmp_path):
     page = tmp_path / "report.html"
     done, report = rehearse(CLEAN, "--html", str(page), arguments=("--json", "mine", "-v"))

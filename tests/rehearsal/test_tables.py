@@ -67,6 +67,13 @@ def test_the_tables_know_the_operators_of_the_installed_torch():
     assert torch.float32 not in known.missing_dtypes["mm"]
 
 
+def test_reading_the_operator_database_leaves_backend_flags_settable():
+    from auto_research.rehearsal.tables.generate import operator_database
+
+    assert len(operator_database()) > 500
+    assert not torch.backends.flags_frozen()
+
+
 @pytest.mark.slow
 def test_the_checked_in_tables_can_be_generated_again():
     from auto_research.rehearsal.tables.generate import generate

@@ -215,7 +215,8 @@ class Report:
             console.print()
             console.print(Text(f"{entry['rule']}  {entry['message']}", style="red"))
             where = f"  at {entry['file']}:{entry['line']} ({entry['function']})"
-            console.print(Text(where + (f" via {entry['via']}" if entry["via"] else "")))
+            where += f" via {entry['via']}" if entry["via"] else ""
+            console.print(Text(where), soft_wrap=True)  # one line, so that a terminal can open it
             if entry["operator"]:
                 console.print(Text(f"  operator: {entry['operator']}({', '.join(entry['arguments'])})"))
             console.print(Text(f"  fix: {entry['fix']}", style="green"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -62,23 +63,34 @@ def _registry() -> tuple[list[str], list[str], list[str]]:
     return sorted(pointwise), sorted(unchecked), sorted(cpu_only)
 
 
-def _dtype_gaps() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """Per dispatcher operator: dtypes only the CPU has, and dtypes only CUDA (sm_80) has, from the op database."""
+def operator_database() -> list[Any]:
+    """torch's operator test database, with the dtypes of a CUDA build on an sm_80 card in `dtypesIfCUDA`.
+
+    Importing it forbids the process to set `torch.backends` flags from then on; that is undone here.
+    """
     real = (torch.cuda.is_available, torch.cuda.device_count, torch.cuda.get_device_capability)
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = lambda: 1
     torch.cuda.get_device_capability = lambda device=None: (8, 0)
-    was = torch.version.cuda
+    was, mutable = torch.version.cuda, not torch.backends.flags_frozen()
     torch.version.cuda = "12.8"
     try:
-        from torch.testing._internal.common_methods_invocations import op_db
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from torch.testing._internal.common_methods_invocations import op_db
     finally:
         torch.version.cuda = was
         torch.cuda.is_available, torch.cuda.device_count, torch.cuda.get_device_capability = real
+        torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = mutable
+    return list(op_db)
+
+
+def _dtype_gaps() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """Per dispatcher operator: dtypes only the CPU has, and dtypes only CUDA (sm_80) has, from the op database."""
     missing: dict[str, set[str]] = {}
     emulated: dict[str, set[str]] = {}
     cuda_has: dict[str, set[str]] = {}
-    for op in op_db:
+    for op in operator_database():
         names = REACHES.get(op.name, [op.aten_name or op.name])
         if op.name in ("scatter_reduce", "index_reduce"):  # each reduction has dtypes of its own
             names = [f"{op.name}:{op.variant_test_name}"]
