@@ -3,29 +3,41 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
 
 from auto_research.papers._registry import Adapter, adapter, adapters
+from auto_research.runtime.budget import variable_name
 from auto_research.runtime.errors import UserError, nearest
 
 
-def _row(a: Adapter) -> dict[str, Any]:
-    card = a.card
+def _row(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What is listed of a paper, from the fields of its front matter."""
+    key = fields["key"]
     return {
-        "key": card.key,
-        "title": card.title,
-        "organisation": card.organisation,
-        "published": card.published.isoformat(),
-        "arxiv": card.arxiv,
-        "family": card.family,
-        "fidelity": card.fidelity,
-        "datasets": card.datasets,
-        "checkpoints": dict(card.checkpoints),
-        "overrides": {card.variable(name): meaning for name, meaning in card.overrides.items()},
-        "claim": card.claim,
+        "key": key,
+        "title": fields["title"],
+        "organisation": fields["organisation"],
+        "published": str(fields["published"]),
+        "arxiv": fields.get("arxiv"),
+        "family": fields["family"],
+        "fidelity": fields["fidelity"],
+        "datasets": list(fields["datasets"]),
+        "checkpoints": dict(fields.get("checkpoints") or {}),
+        "overrides": {variable_name(key, name): meaning for name, meaning in (fields.get("overrides") or {}).items()},
+        "claim": fields["claim"],
     }
+
+
+def _listed(a: Adapter) -> dict[str, Any]:
+    """The row of a card that may never have been validated: loading pydantic would take most of `list`'s time."""
+    try:
+        return _row(a.front)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return _row(a.card.model_dump())  # raises what is wrong with the card
 
 
 def _filtered(option: str, wanted: str | None, values: dict[str, set[str]]) -> set[str]:
@@ -46,34 +58,29 @@ def list_papers(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """List the papers."""
-    found = adapters()
+    rows = {a.key: _listed(a) for a in adapters().values()}
     kept = (
-        _filtered("family", family, {k: {a.card.family} for k, a in found.items()})
+        _filtered("family", family, {key: {row["family"]} for key, row in rows.items()})
         & _filtered(
             "checkpoint",
             checkpoint,
-            {k: {n for names in a.card.checkpoints.values() for n in names} for k, a in found.items()},
+            {key: {name for names in row["checkpoints"].values() for name in names} for key, row in rows.items()},
         )
-        & _filtered("data set", dataset, {k: set(a.card.datasets) for k, a in found.items()})
-        & _filtered("fidelity", fidelity, {k: {a.card.fidelity} for k, a in found.items()})
+        & _filtered("data set", dataset, {key: set(row["datasets"]) for key, row in rows.items()})
+        & _filtered("fidelity", fidelity, {key: {row["fidelity"]} for key, row in rows.items()})
     )
-    rows = [_row(found[key]) for key in sorted(kept)]
+    shown = [rows[key] for key in sorted(kept)]
     if as_json:
-        typer.echo(json.dumps(rows, indent=2))
+        typer.echo(json.dumps(shown, indent=2))
         return
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
-    for column, width in {"key": 18, "family": 13, "year": 4, "fidelity": 14}.items():
-        table.add_column(column, no_wrap=True, min_width=width)
-    table.add_column("title", no_wrap=True, overflow="ellipsis")
-    for row in rows:
-        table.add_row(row["key"], row["family"], row["published"][:4], row["fidelity"], row["title"])
-    console = Console()
-    console.print(table)
-    console.print(f"{len(rows)} of {len(found)} papers. `auto-research show KEY` opens one.", highlight=False)
+    columns = ("key", "family", "year", "fidelity", "title")
+    cells = [columns, *((r["key"], r["family"], r["published"][:4], r["fidelity"], r["title"]) for r in shown)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(columns) - 1)]
+    room = max(shutil.get_terminal_size().columns - sum(widths) - 2 * len(widths), 20)
+    for *fixed, title in cells:
+        short = title if len(title) <= room else title[: room - 1] + "…"
+        typer.echo("  ".join([*(cell.ljust(width) for cell, width in zip(fixed, widths, strict=True)), short]))
+    typer.echo(f"\n{len(shown)} of {len(rows)} papers. `auto-research show KEY` opens one.")
 
 
 def show(
@@ -91,7 +98,7 @@ def show(
 
     console = Console()
     facts = Table(show_header=False, box=None)
-    row = _row(found)
+    row = _row(found.card.model_dump())
     for name in ("key", "title", "organisation", "published", "family", "fidelity", "claim"):
         facts.add_row(name, str(row[name]))
     facts.add_row("paper", f"https://arxiv.org/abs/{row['arxiv']}" if row["arxiv"] else "-")

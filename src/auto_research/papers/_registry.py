@@ -1,6 +1,7 @@
 """Which papers there are: one card each, found by folder or brought by an installed package.
 
-Discovery reads cards only; a paper's module is imported when it is run. Another package registers adapters
+Discovery reads front matter only, so that listing takes a fraction of a second: a card is validated when it is first
+used, and a paper's module is imported when it is run. Another package registers adapters
 through the entry-point group `auto_research.papers`, whose entries name a package that holds modules and cards.
 """
 
@@ -10,13 +11,16 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from auto_research.runtime.errors import UserError, nearest
-from auto_research.study.card import BrokenCard, Card, read_card
+from auto_research.study.front_matter import BrokenCard, read_front_matter
+
+if TYPE_CHECKING:
+    from auto_research.study.card import Card
 
 ENTRY_POINT_GROUP = "auto_research.papers"
 
@@ -26,21 +30,29 @@ class Adapter:
     """One paper made runnable: its card, its page and where its code is.
 
     Attributes:
+        front: fields of the card's front matter as they were read, not validated.
         module: dotted name of the module that holds the entry function.
         function: name of the entry function, called with a `Study`.
         source: the module's file.
     """
 
-    card: Card
+    front: dict[str, Any]
     page: str
     card_path: Path
     module: str
     function: str
     source: Path
 
+    @cached_property
+    def card(self) -> Card:
+        """The validated card; raises `BrokenCard`."""
+        from auto_research.study.card import validated
+
+        return validated(self.front, self.card_path)
+
     @property
     def key(self) -> str:
-        return self.card.key
+        return str(self.front["key"])
 
     @property
     def entry(self) -> str:
@@ -57,9 +69,14 @@ class Adapter:
 
 
 def _adapter(path: Path, package: str, root: Path) -> Adapter:
-    card, page = read_card(path)
-    if card.entry:
-        module, function = card.entry.split(":")
+    front, page = read_front_matter(path)
+    entry = front.get("entry")
+    if "key" not in front or (entry is not None and ":" not in str(entry)):
+        from auto_research.study.card import validated
+
+        validated(front, path)  # says what is wrong
+    if entry:
+        module, function = str(entry).split(":", 1)
         relative = module.removeprefix(package + ".").replace(".", "/")
         source = root / f"{relative}.py"
     else:
@@ -68,7 +85,7 @@ def _adapter(path: Path, package: str, root: Path) -> Adapter:
         function = "run"
     if not source.is_file():
         raise BrokenCard(f"{path}: its module {source.name} is missing; a paper is one module and one card")
-    return Adapter(card, page, path, module, function, source)
+    return Adapter(front, page, path, module, function, source)
 
 
 def discover(root: Path, package: str) -> list[Adapter]:

@@ -6,20 +6,17 @@ Reading cards imports no torch, so that listing every paper takes a fraction of 
 from __future__ import annotations
 
 import datetime
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from auto_research.runtime.errors import UserError
+from auto_research.runtime.budget import variable_name
+from auto_research.study.front_matter import BrokenCard, read_front_matter
 
 Fidelity = Literal["full_pipeline", "core_mechanism", "concept_demo"]
 Role = Literal["causal_lm", "text_encoder", "vision_language_model"]
-
-
-class BrokenCard(UserError):
-    """A card's front matter is missing or does not say what it must."""
 
 
 class Headline(BaseModel):
@@ -82,35 +79,20 @@ class Card(BaseModel):
 
     def variable(self, suffix: str) -> str:
         """Environment variable of a documented override."""
-        return f"AUTO_RESEARCH_{self.key.upper().replace('-', '_')}_{suffix}"
+        return variable_name(self.key, suffix)
 
 
-def split_front_matter(text: str, where: str) -> tuple[str, str]:
-    """(YAML, page) of a card's text; raises `BrokenCard`."""
-    if not text.startswith("---\n"):
-        raise BrokenCard(f"{where} must begin with YAML front matter between two lines of '---'")
-    end = text.find("\n---\n", 3)
-    if end < 0:
-        raise BrokenCard(f"{where} has no closing '---' line after its front matter")
-    return text[4 : end + 1], text[end + 5 :].strip()
-
-
-def read_card(path: Path) -> tuple[Card, str]:
-    """The card at `path` and the page below its front matter. Raises `BrokenCard` naming the file and the field."""
+def validated(values: Mapping[str, Any], path: Path) -> Card:
+    """The card of front-matter fields `values` read at `path`. Raises `BrokenCard` naming the file and the field."""
     try:
-        header, page = split_front_matter(path.read_text(encoding="utf-8-sig"), str(path))
-        values: Any = yaml.load(header, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except OSError as error:
-        raise BrokenCard(f"{path} cannot be read ({error.strerror}); a card is a readable file") from error
-    except UnicodeDecodeError as error:
-        raise BrokenCard(f"{path} is not UTF-8 text; save it as UTF-8") from error
-    except yaml.YAMLError as error:
-        raise BrokenCard(f"{path}: the front matter is not valid YAML ({' '.join(str(error).split())})") from error
-    if not isinstance(values, dict):
-        raise BrokenCard(f"{path}: the front matter must be a mapping of fields")
-    try:
-        return Card.model_validate(values), page
+        return Card.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
         raise BrokenCard(f"{path}: field '{field}' is wrong: {first['msg']}") from error
+
+
+def read_card(path: Path) -> tuple[Card, str]:
+    """The card at `path` and the page below its front matter. Raises `BrokenCard` naming the file and the field."""
+    values, page = read_front_matter(path)
+    return validated(values, path), page
