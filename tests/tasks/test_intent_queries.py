@@ -46,6 +46,17 @@ def make_data(train, heldout, **options):
     return iq.IntentData.of_split(split, iq.QueryCatalogue.of_products(table(), least=3), **options)
 
 
+def test_a_later_start_draws_other_held_out_users():
+    train = [[0, 1, 2] for _ in range(20)]
+    heldout = [(user, [0, 1], 2) for user in range(20)]
+    first = make_data(train, heldout, test_users=5, validation_users=3)
+    later = make_data(train, heldout, test_users=5, validation_users=3, start=0.5)
+    seen = {case.user for case in (*first.test, *first.validation)}
+    assert len(seen) == 8
+    assert not seen & {case.user for case in (*later.test, *later.validation)}
+    assert seen <= set(later.train_users)
+
+
 def test_type_phrases_are_brand_free_and_written_as_most_titles_do():
     phrases = iq.type_phrases(TITLES, BRANDS, least=3)
     assert phrases == ["gel pens"] * 3 + ["ink cartridge"] * 3 + ["pencil sharpener"] * 3 + [""]

@@ -217,14 +217,17 @@ class IntentData:
         history: int = 10,
         events: int | None = None,
         seed: int = 0,
+        start: float = 0.0,
     ) -> IntentData:
         """Draws test users among those with a test case, validation users among the others, and trains on the rest.
 
         A held-out user's case is the last of the split's; a training user gives their training sequence, so that no
         validation or test target of the published split is ever trained on. `events` bounds that sequence to its
-        latest events.
+        latest events. `start` is the share of the shuffled users after which drawing begins (it wraps around), so
+        that users whose scores were seen while a design changed can be left out of a new draw.
         """
-        order = np.random.default_rng(seed).permutation(split.num_users).tolist()
+        shuffled = np.random.default_rng(seed).permutation(split.num_users)
+        order = np.roll(shuffled, -int(start * split.num_users)).tolist()
 
         def held_out(name: str, count: int, taken: set[int]) -> list[Case]:
             cases = split.cases("valid" if name == "validation" else "test")
