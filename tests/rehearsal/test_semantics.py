@@ -6,6 +6,8 @@ import copy
 import io
 import pickle
 import queue
+import subprocess
+import sys
 import threading
 import warnings
 
@@ -47,6 +49,23 @@ def test_torch_is_itself_again_afterwards():
     )
     assert not torch.cuda.is_available()
     assert "device" not in vars(torch.Tensor)
+
+
+def test_a_device_context_works_within_and_afterwards():
+    """Transformers builds every model under `with torch.device("meta")`; in a fresh process nothing is cached yet."""
+    program = """
+import torch
+from auto_research.rehearsal import rehearse
+def made():
+    with torch.device("meta"):
+        made = (torch.arange(3), torch.zeros(2), torch.tensor([1]), torch.nn.Linear(2, 2).weight)
+    return {tensor.device.type for tensor in made}
+with rehearse():
+    assert made() == {"meta"}, made()
+assert made() == {"meta"}, made()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_only_one_rehearsal_at_a_time():

@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -39,6 +40,7 @@ __all__ = [
     "load_vision_language",
     "prepare_checkpoint",
     "resolve",
+    "weights_as",
 ]
 
 Kind = Literal["causal_lm", "text_encoder", "vision_language_model"]
@@ -327,6 +329,18 @@ def _from_hub(entry: Entry) -> Resolved | None:
 
 # Loading
 
+_dtype: ContextVar[torch.dtype | None] = ContextVar("_dtype", default=None)
+
+
+@contextmanager
+def weights_as(dtype: torch.dtype | None) -> Iterator[None]:
+    """While the body runs, a checkpoint loads in `dtype` where its caller names none (None: its own)."""
+    token = _dtype.set(dtype)
+    try:
+        yield
+    finally:
+        _dtype.reset(token)
+
 
 def load_causal_lm(
     resolved: Resolved,
@@ -414,6 +428,7 @@ def _load_model(
     check_folder(resolved.path)
     known = "model_type" in read_config(resolved.path)
     cls = getattr(transformers, auto_class if known else explicit_class)
+    dtype = _dtype.get() if dtype is None else dtype
     with quiet(), _one_sentence(resolved, "model"):
         model, report = cls.from_pretrained(
             resolved.path,

@@ -18,6 +18,7 @@ COMMANDS = {
     "show": "catalogue:show",
     "reproduce": "reproduce:reproduce",
     "audit": "audit:audit_app",
+    "rehearse": "rehearse:rehearse",
     "prepare": "prepare:prepare",
     "doctor": "doctor:doctor",
 }

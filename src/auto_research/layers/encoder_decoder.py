@@ -208,7 +208,8 @@ class SemanticIdTransformer(nn.Module):
         for table in (self.item_position, self.code_position):
             nn.init.normal_(table.weight, std=0.02)
         self.register_buffer("codes", ids.codes.clone())
-        self.register_buffer("priority", torch.zeros(len(ids)) if priority is None else priority.float().clone())
+        order = torch.zeros(len(ids)) if priority is None else priority.float().clone()
+        self.register_buffer("priority", order.to(ids.codes.device))  # it may come from a model on another device
         self._index()
         self.register_load_state_dict_post_hook(lambda module, _: module._index())
 

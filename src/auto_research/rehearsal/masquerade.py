@@ -761,7 +761,9 @@ def _install_device_context(patches: Patches) -> None:
     """``with torch.device("cuda")`` and ``set_default_device``: builders do not pass through the dispatcher."""
     from torch.utils import _device
 
-    originals = set(_device._device_constructors()) | {patches.original(torch, name) for name in _BUILDERS + _FACTORIES}
+    # Unwrapped: its cache would keep the replaced functions, and `with torch.device(...)` would miss the real ones.
+    constructors = _device._device_constructors.__wrapped__()
+    originals = set(constructors) | {patches.original(torch, name) for name in _BUILDERS + _FACTORIES}
     builders = {patches.original(torch, name): getattr(torch, name) for name in _BUILDERS}
 
     def torch_function(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
