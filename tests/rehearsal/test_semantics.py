@@ -482,3 +482,21 @@ def test_an_unlisted_torch_minor_warns_loudly():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         load_tables(torch.__version__)
+
+
+def test_the_audit_and_the_rehearsal_count_the_same_floating_point_operations():
+    from auto_research.runtime._device_work import Work
+
+    def step(device):
+        torch.manual_seed(0)
+        layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0).to(device)
+        image = torch.nn.functional.conv2d(torch.ones(1, 2, 5, 5, device=device), torch.ones(3, 2, 3, 3, device=device))
+        (layer(torch.ones(2, 7, 16, device=device)).sum() + image.sum()).backward()
+
+    with Work() as work:
+        step("cpu")
+    with rehearse() as report:
+        step("cuda")
+    counted = report.summary["share"]
+    assert counted["device_flops"] == sum(counts.flops for counts in work.counts.values()) > 10_000
+    assert counted["host_flops"] == 0

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -507,41 +505,6 @@ def host_error(
 ) -> None:
     """An index error on the host stays what it is; remember only that the run ended there."""
     session.note(f"the script itself raised on the host: {type(error).__name__}: {str(error).splitlines()[0]}")
-
-
-@lru_cache
-def _flop_registry() -> dict[Any, Callable[..., int]]:
-    logger = logging.getLogger("torch.utils.flop_counter")
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # it warns that Triton is absent, which is no news on a CPU
-    try:
-        from torch.utils.flop_counter import flop_registry
-    finally:
-        logger.setLevel(level)
-    return dict(flop_registry)
-
-
-def _product_flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    """Two FLOPs for each multiply-add of ``(..., m, k) @ (..., k, n)``: result elements times ``k``."""
-    operands = [a for a in args if isinstance(a, Tensor)]
-    return 2 * int(operands[-2].size(-1)) * int(out_val.numel())
-
-
-def flop_formula(func: Any) -> Callable[..., int] | None:
-    """FLOP formula of an overload: ours for the frequent products, torch's own for convolutions and attention."""
-    if func.__name__.split(".")[0] in ("mm", "addmm", "bmm", "baddbmm"):
-        return _product_flops
-    formula: Callable[..., int] | None = _flop_registry().get(getattr(func, "overloadpacket", None))
-    return formula
-
-
-def flops(record: Record, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """FLOPs of one call; 0 for argument forms the formula does not know."""
-    assert record.flops is not None
-    try:
-        return int(record.flops(*args, **kwargs, out_val=out))
-    except (TypeError, ValueError, AssertionError, IndexError):
-        return 0
 
 
 def _where() -> str:

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from auto_research.runtime.flops import count_flops, flop_formula
+
 from . import kernels, placement
 from .kernels import Placed
 from .memory import MUTED
@@ -72,7 +74,7 @@ class Record:
             self.custom = torch._C.DispatchKeySet(key)
         self.placement = placement.policy_of(schema.name, self.name, session.tables)
         self.rule = kernels.rule_of(schema.name, self.packet, self.name, session.tables)
-        self.flops = kernels.flop_formula(func)
+        self.flops = flop_formula(func)
 
 
 class VirtualCuda(TorchDispatchMode):
@@ -166,7 +168,7 @@ class VirtualCuda(TorchDispatchMode):
             except (RuntimeError, IndexError) as error:
                 out = kernels.native_error(self, record, error, args, kwargs)
         if record.flops is not None:
-            session.device_flops += kernels.flops(record, args, kwargs, out)
+            session.device_flops += count_flops(record.flops, args, kwargs, out)
 
         cls = out.__class__
         if cls is Placed:
@@ -226,7 +228,7 @@ class VirtualCuda(TorchDispatchMode):
             kernels.host_error(session, record, error, args, kwargs)
             raise
         if record.flops is not None:
-            session.host_flops += kernels.flops(record, args, kwargs, out)
+            session.host_flops += count_flops(record.flops, args, kwargs, out)
         if out.__class__ is Tensor and host.layout is torch.strided:
             source: Any = storage_of(host)
             born = source._born

@@ -6,18 +6,14 @@ copy or factory, plain compute, a matrix product) is worked out once and remembe
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
-Flops = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
-"""(args, kwargs, result) to floating-point operations."""
+from auto_research.runtime.flops import Flops, count_flops, flop_formula
 
 
 @dataclass
@@ -56,53 +52,6 @@ MOVES = {
 }  # fmt: skip
 
 
-def _product(a: Tensor, b: Tensor) -> int:
-    """FLOPs of (..., M, K) times (..., K, N) or (K,); batch dimensions are those of ``a``."""
-    return 2 * a.numel() * (b.shape[-1] if b.dim() > 1 else 1)
-
-
-def _attention(query: Tensor, key: Tensor, value: Tensor) -> int:
-    """FLOPs of scaled dot-product attention; query, key and value are (B, H, T, D)."""
-    batch, heads, length, depth = query.shape
-    return 2 * batch * heads * length * key.shape[-2] * (depth + value.shape[-1])
-
-
-def _recurrent(inputs: Tensor, weights: Iterable[Tensor]) -> int:
-    """FLOPs of a fused recurrent layer: every weight matrix meets every (step, sequence) row once."""
-    rows = math.prod(inputs.shape[:-1])
-    return sum(2 * rows * weight.numel() for weight in weights if weight.dim() == 2)
-
-
-def _packed(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """FLOPs of (..., K) times a weight in a packed layout giving (..., N)."""
-    return 2 * args[0].numel() * result.shape[-1]
-
-
-# By operation name. The frequent ones are here to be quick; the others are missing from torch's registry.
-FLOPS: dict[str, Flops] = {
-    **dict.fromkeys(("mm", "bmm", "mv", "dot", "_int_mm"), lambda args, kwargs, result: _product(*args[:2])),
-    **dict.fromkeys(
-        ("addmm", "addmv", "baddbmm", "addbmm", "_addmm_activation", "addmm_", "baddbmm_"),
-        lambda args, kwargs, result: _product(*args[1:3]),
-    ),
-    **dict.fromkeys(("linear", "_weight_int8pack_mm", "_weight_int4pack_mm", "_grouped_mm"), _packed),
-    "_scaled_dot_product_flash_attention_for_cpu": lambda args, kwargs, result: _attention(*args[:3]),
-    # Five products instead of two: the scores once more, then four gradients.
-    "_scaled_dot_product_flash_attention_for_cpu_backward": (
-        lambda args, kwargs, result: _attention(*args[1:4]) * 5 // 2
-    ),
-    "_cudnn_rnn": lambda args, kwargs, result: _recurrent(args[0], args[1]),
-    "_cudnn_rnn_backward": lambda args, kwargs, result: 2 * _recurrent(args[0], args[1]),
-    "mkldnn_rnn_layer": lambda args, kwargs, result: _recurrent(args[0], args[1:3]),
-    "mkldnn_rnn_layer_backward": lambda args, kwargs, result: 2 * _recurrent(args[0], args[1:3]),
-}
-
-
-def _registered(formula: Callable[..., int]) -> Flops:
-    """A formula of torch's registry in our form."""
-    return lambda args, kwargs, result: int(formula(*args, **kwargs, out_val=result))
-
-
 def classify(func: Any) -> Kind:
     """Work out from its name and schema what an overload does."""
     schema = getattr(func, "_schema", None)
@@ -111,16 +60,13 @@ def classify(func: Any) -> Kind:
     name = schema.name.rpartition("::")[2]
     aliases = [result.alias_info for result in schema.returns]
     view = name in VIEWS or any(alias is not None and not alias.is_write for alias in aliases)
-    flops = FLOPS.get(name)
-    if flops is None and (formula := flop_registry.get(getattr(func, "overloadpacket", None))) is not None:
-        flops = _registered(formula)
     takes_tensor = any("Tensor" in str(argument.type) for argument in schema.arguments)
     return Kind(
         composite=func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd),
         view=view,
         computes=takes_tensor and name not in MOVES,
         fresh=bool(aliases) and all(alias is None for alias in aliases),
-        flops=flops,
+        flops=flop_formula(func),
     )
 
 
@@ -161,7 +107,7 @@ class Work(TorchDispatchMode):
             if kind.computes:
                 count.elements += size
                 if kind.flops is not None:
-                    count.flops += kind.flops(args, kwargs, result)
+                    count.flops += count_flops(kind.flops, args, kwargs, result)
             if kind.fresh:
                 count.bytes += size * result.itemsize
         else:
@@ -176,7 +122,7 @@ class Work(TorchDispatchMode):
         first = self._on(tensors[0])
         first.operations += 1
         if kind.computes and kind.flops is not None:
-            first.flops += kind.flops(args, kwargs, result)
+            first.flops += count_flops(kind.flops, args, kwargs, result)
         for tensor in tensors:
             count = self._on(tensor)
             if kind.computes:
