@@ -153,6 +153,20 @@ def test_every_recall_example_holds_at_least_two_distractors():
         task(32)
 
 
+def test_the_local_mixing_sees_two_tokens_back_and_no_further():
+    torch.manual_seed(0)
+    model = m.MobiusLM(CONFIG)
+    tokens = torch.arange(10)[None]
+    found = model.mixed(tokens)[0]
+    embedded, taps = model.embedding.weight, model.taps
+    for t in range(10):
+        expected = embedded[t].clone()
+        for back in (1, 2):
+            if t >= back:
+                expected = expected + taps[back - 1] * embedded[t - back]
+        torch.testing.assert_close(found[t], expected)
+
+
 def test_weights_of_another_design_length_are_refused():
     model = m.MobiusLM(CONFIG)
     m.MobiusLM(CONFIG).load_state_dict(model.state_dict())
@@ -188,8 +202,7 @@ def test_recall_sequences_hold_what_they_promise(seed, length, distractors, dept
         marks = [i for i, token in enumerate(row) if token == vocabulary.key_mark]
         pairs, query = marks[:-1], marks[-1]
         assert len(pairs) == distractors + 1
-        assert query == length - 3
-        assert row[query + 2] == vocabulary.value_mark
+        assert query == length - 2
         asked = row[query + 1]
         keys = [row[i + 1] for i in pairs]
         assert len(set(keys)) == len(keys)
@@ -199,7 +212,7 @@ def test_recall_sequences_hold_what_they_promise(seed, length, distractors, dept
         assert row[here : here + 4] == [vocabulary.key_mark, asked, vocabulary.value_mark, answer]
         assert all(b - a >= 4 for a, b in pairwise(pairs))
     if depth in (0.0, 1.0):
-        expected = 0 if depth == 0 else length - 7
+        expected = 0 if depth == 0 else length - 6
         assert needles.tolist() == [expected] * 5
 
 
@@ -209,7 +222,7 @@ def test_the_value_cannot_be_guessed_from_the_key():
     tokens, answers, _ = recall_sequences(
         torch.rand(20_000, generator=generator), 24, 3, torch.arange(10).repeat(20), vocabulary, generator
     )
-    key = tokens[:, -2] - vocabulary.key(torch.tensor(0))
+    key = tokens[:, -1] - vocabulary.key(torch.tensor(0))
     value = answers - vocabulary.value(torch.tensor(0))
     table = torch.zeros(8, 8).index_put_((key, value), torch.ones(20_000), accumulate=True)
     from scipy import stats

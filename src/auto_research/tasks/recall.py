@@ -1,6 +1,6 @@
 """In-context recall: sequences that hide key-value pairs in text and ask for the value of one key at the end.
 
-A sequence of length L is `haystack with pairs`, then the query `KEY k VAL`; the model is to say `v`. Key and value
+A sequence of length L is `haystack with pairs`, then the query `KEY k`; the model is to say `v`. Key and value
 are drawn independently for each example, so the answer is only in the context; distractor pairs with other keys lie
 around the needle, so that copying any value is not enough.
 """
@@ -14,8 +14,8 @@ from torch import Tensor
 
 BLOCK = 4
 """Tokens of a pair: KEY k VAL v."""
-QUERY = 3
-"""Tokens of the query: KEY k VAL."""
+QUERY = 2
+"""Tokens of the query: KEY k."""
 
 
 @dataclass(frozen=True)
