@@ -344,11 +344,14 @@ class Spread:
 
 
 def spread(arm: Sequence[float] | Tensor, standard: Sequence[float] | Tensor) -> Spread:
-    """Compares the spread of two samples (S,) of accuracies; one seed has no spread."""
+    """Compares the spread of two samples (S,) of accuracies.
+
+    One seed has no spread; of two the deviations from the median are equal, so that the test is about three or more.
+    """
     from scipy import stats
 
     one, two = (torch.as_tensor(x, dtype=torch.float64) for x in (arm, standard))
-    p = float(stats.levene(one.numpy(), two.numpy(), center="median").pvalue) if len(one) > 1 else 1.0
+    p = float(stats.levene(one.numpy(), two.numpy(), center="median").pvalue) if min(len(one), len(two)) > 2 else 1.0
     of_arm, of_standard = (float(x.std()) if len(x) > 1 else 0.0 for x in (one, two))
     return Spread(of_arm, of_standard, float(one.min()), float(two.min()), 1.0 if math.isnan(p) else p)
 
