@@ -500,3 +500,16 @@ def test_the_audit_and_the_rehearsal_count_the_same_floating_point_operations():
     counted = report.summary["share"]
     assert counted["device_flops"] == sum(counts.flops for counts in work.counts.values()) > 10_000
     assert counted["host_flops"] == 0
+
+
+def test_sending_a_device_tensor_to_another_process_is_named():
+    """No exhibit of the museum: on a card it works as long as the sender lives, which no rehearsal can follow."""
+    from multiprocessing.reduction import ForkingPickler
+
+    with rehearse(keep_going=True) as report:
+        tensor = torch.ones(3, device="cuda")
+        with pytest.raises(RuntimeError, match="send CPU tensors"):
+            ForkingPickler.dumps(tensor)
+        ForkingPickler.dumps(tensor.cpu())
+    (finding,) = report.findings
+    assert (finding.rule, finding.file) == ("MP-1", __file__)

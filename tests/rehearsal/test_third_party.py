@@ -179,6 +179,44 @@ def test_direct_preference_optimisation(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+def test_accelerate(precision):
+    """A training loop of accelerate: prepare, backward, clipping, gather, unwrapping."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    def run(cpu):
+        AcceleratorState._reset_state(True)
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=cpu, mixed_precision="no" if cpu else precision)
+        model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+        data = torch.utils.data.TensorDataset(torch.linspace(-1, 1, 96).view(16, 6), torch.linspace(0, 1, 16)[:, None])
+        model, optimizer, loader = accelerator.prepare(
+            model, torch.optim.AdamW(model.parameters()), torch.utils.data.DataLoader(data, batch_size=4)
+        )
+        losses = []
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                loss = (model(x) - y).square().mean()
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(accelerator.gather(loss.detach()).mean().item())
+        device = next(accelerator.unwrap_model(model).parameters()).device.type
+        AcceleratorState._reset_state(True)
+        return device, losses
+
+    _, expected = run(cpu=True)
+    with rehearse(keep_going=True) as report:
+        device, losses = run(cpu=False)
+    assert clean(report)
+    assert device == "cuda"
+    if precision == "no":
+        assert losses == expected
+
+
+@pytest.mark.slow
 def test_sasrec_of_torch_rechub_has_three_faults():
     pytest.importorskip("torch_rechub", reason="the broken model lives in torch-rechub")
     from torch_rechub.basic.features import SequenceFeature
