@@ -28,6 +28,7 @@ checkpoints: setup
 
 docs: setup
 	$(BIN)/python -m pip install -q --disable-pip-version-check "mkdocs-material>=9.5"
+	$(BIN)/python scripts/write_results.py
 	$(BIN)/python scripts/build_docs.py
 
 clean:

@@ -10,7 +10,7 @@ from pathlib import Path
 from auto_research.papers._registry import Adapter, adapters
 from auto_research.runtime.records import read_record
 from auto_research.study.execute import StudyRecord
-from auto_research.study.report import markdown
+from auto_research.study.report import facts as run_facts
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "build" / "docs"
@@ -36,13 +36,18 @@ def facts(adapter: Adapter) -> str:
     return "| | |\n| --- | --- |\n" + "\n".join(f"| {name} | {value} |" for name, value in rows)
 
 
-def paper_page(adapter: Adapter) -> str:
-    """Card, page and, where a standard run was recorded, its results."""
-    parts = [f"# {adapter.card.title}", facts(adapter), adapter.page]
+def recorded(adapter: Adapter) -> StudyRecord | None:
+    """The record of the adapter's standard run."""
     result = ROOT / "docs" / "results" / f"{adapter.key}.json"
-    if result.is_file():
-        body = markdown(read_record(result, StudyRecord)).split("\n", 2)[2]
-        parts += ["## Recorded run", body]
+    return read_record(result, StudyRecord) if result.is_file() else None
+
+
+def paper_page(adapter: Adapter) -> str:
+    """Card, page with its results and, where a standard run was recorded, how it was measured."""
+    parts = [f"# {adapter.card.title}", facts(adapter), adapter.page]
+    record = recorded(adapter)
+    if record is not None:
+        parts += ["## How it was measured", run_facts(record)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -51,10 +56,13 @@ def main() -> None:
     shutil.copytree(ROOT / "docs", SOURCE)
     papers = SOURCE / "papers"
     papers.mkdir(exist_ok=True)
-    index = ["# Papers", "", "| key | title | family | fidelity |", "| --- | --- | --- | --- |"]
+    index = ["# Papers", "", "| key | title | family | fidelity | standard run |", "| --- | --- | --- | --- | --- |"]
     for key, adapter in adapters().items():
         (papers / f"{key}.md").write_text(paper_page(adapter), encoding="utf-8")
-        index.append(f"| [{key}]({key}.md) | {adapter.card.title} | {adapter.card.family} | {adapter.card.fidelity} |")
+        record = recorded(adapter)
+        verdict = record.comparison.verdict if record else "not run yet"
+        card = adapter.card
+        index.append(f"| [{key}]({key}.md) | {card.title} | {card.family} | {card.fidelity} | {verdict} |")
     (papers / "index.md").write_text("\n".join(index) + "\n", encoding="utf-8")
     for name in ("CONTRIBUTING.md", "CHANGELOG.md"):
         shutil.copy(ROOT / name, SOURCE / name.lower())

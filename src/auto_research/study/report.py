@@ -163,6 +163,45 @@ def _served(record: StudyRecord) -> str:
     return ", ".join(f"{role}: {c['name']} from {c['source']}" for role, c in record.checkpoints.items())
 
 
+def results_section(record: StudyRecord) -> str:
+    """The "Results" section of a card: verdict, table, decision rule and where it was measured, as Markdown."""
+    c = record.comparison
+    data = ", ".join(record.data) or "no data set"
+    seeds = f"seeds {', '.join(map(str, record.seeds))}"
+    parts = [
+        "## Results",
+        f"**{verdict_sentence(record)}** Measured on {data}, {seeds}; mean ± deviation over seeds on test. The whole "
+        f"record is `docs/results/{record.key}.json`.",
+        _markdown_table(results_table(record, shown_metrics(record, most=4))),
+    ]
+    if c.clauses:
+        parts.append(_clauses(record))
+    return "\n\n".join(parts)
+
+
+def _clauses(record: StudyRecord) -> str:
+    rows = [["decision rule", "state", "numbers"]]
+    rows += [
+        [r.clause + ("" if r.required else " (reported only)"), r.state, r.detail] for r in record.comparison.clauses
+    ]
+    return _markdown_table(rows)
+
+
+def facts(record: StudyRecord) -> str:
+    """Data, checkpoints, budget, settings and notes of a run, as a Markdown list."""
+    data = ", ".join(f"{name} ({digest[:12] or 'no digest'})" for name, digest in record.data.items())
+    return "\n".join(
+        [
+            f"- data: {data or 'none'}",
+            f"- checkpoints: {_served(record) or 'none'}",
+            f"- budget {record.budget}, seeds {record.seeds}, device {record.device}, {record.seconds:.0f} s in all",
+            f"- settings: {', '.join(f'{k} {v}' for k, v in record.settings.items()) or 'none'}",
+            f"- fidelity: {record.fidelity}",
+            *(f"- note: {n}" for n in record.notes),
+        ]
+    )
+
+
 def markdown(record: StudyRecord) -> str:
     """The run as Markdown."""
     c = record.comparison
@@ -186,19 +225,8 @@ def markdown(record: StudyRecord) -> str:
         ]
         parts.append(_markdown_table(rows))
     if c.clauses:
-        rows = [["decision rule", "state", "numbers"]]
-        rows += [[r.clause + ("" if r.required else " (reported only)"), r.state, r.detail] for r in c.clauses]
-        parts.append(_markdown_table(rows))
-    data = ", ".join(f"{name} ({digest[:12] or 'no digest'})" for name, digest in record.data.items())
-    facts = [
-        f"- data: {data or 'none'}",
-        f"- checkpoints: {_served(record) or 'none'}",
-        f"- budget {record.budget}, seeds {record.seeds}, device {record.device}, {record.seconds:.0f} s in all",
-        f"- settings: {', '.join(f'{k} {v}' for k, v in record.settings.items()) or 'none'}",
-        f"- fidelity: {record.fidelity}",
-        *(f"- note: {n}" for n in record.notes),
-    ]
-    parts.append("\n".join(facts))
+        parts.append(_clauses(record))
+    parts.append(facts(record))
     return "\n\n".join(parts) + "\n"
 
 
