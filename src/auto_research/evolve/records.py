@@ -104,8 +104,10 @@ class Candidate(Part):
         id: `g<generation>-<index>`, `baseline`, `random-<index>`.
         parents: ids; the first is the one it is compared with.
         difference: axis -> [value in the first parent, value here].
-        operators: ids of installed operators that the difference brings; papers and omitted parts of those.
-        axis_from: of a combination: axis -> parent it came from.
+        operators: ids of installed operators that the difference brings; papers, omitted parts and code (operator ->
+            digest of its source) of those.
+        axis_from: of a combination: axis -> id of the parent it came from, `operator:<id>` that brought it, or
+            `sampler:<name>` that changed it.
         match: how its size compares with the baseline's ("" = within 2 %).
         fingerprint: effective fingerprint; duplicate_of names the candidate that has the same.
         reason: why it is infeasible or evidence only.
@@ -121,6 +123,7 @@ class Candidate(Part):
     papers: list[str] = []
     fidelity: str = ""
     omitted: list[str] = []
+    code: dict[str, str] = {}
     axis_from: dict[str, str] = {}
     sampler: str = "planned"
     repairs: list[str] = []
@@ -272,6 +275,7 @@ class RunRecord(Record):
     level: str
     sentence: str
     evidence: list[dict[str, str]] = []
+    summary: dict[str, Any] = {}
     used: dict[str, float] = {}
     environment: dict[str, str] = {}
     started: str = ""

@@ -12,10 +12,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from auto_research.evolve.space import Genome, Space, Value
 from auto_research.runtime.budget import Budget
+
+if TYPE_CHECKING:
+    from auto_research.evolve.records import Trial
 
 Level = Literal["L0 mechanism", "L1 small public", "L2 public benchmark"]
 
@@ -188,6 +191,10 @@ class Workflow(ABC):
         """Genomes of the smoke run beside the baseline, when it should not follow the general plan."""
         return None
 
+    def points(self, budget: Budget) -> list[Genome]:
+        """All genomes, the baseline first, of a workflow that only measures fixed candidates (`select` False)."""
+        return [self.space.baseline(), *(self.smoke_plan() or [])]
+
     @abstractmethod
     def load(self, sizes: Sizes, dataset_dir: Path | None) -> Data:
         """Training and validation data. Deterministic; raises `UserError` when nothing usable is on this machine."""
@@ -244,6 +251,10 @@ class Workflow(ABC):
         parameters = self.cost(genome, sizes, data).parameters
         ratio = parameters / max(1, baseline.parameters) - 1
         return "" if abs(ratio) <= 0.02 else f"{ratio:+.1%} parameters"
+
+    def summarise(self, trials: Sequence[Trial]) -> dict[str, Any]:
+        """Figures over all trials of a run (fits, floors in other units), JSON-like, for the record and the board."""
+        return {}
 
     def violations(self, metrics: Mapping[str, float]) -> list[str]:
         """Hard constraints that measured metrics break (cost, latency ...), in words."""
