@@ -138,12 +138,18 @@ class Candidate(Part):
 
 
 class Plan(Record):
-    """The candidates of one generation, fixed before any of its cells starts."""
+    """The candidates of one generation, fixed before any of its cells starts.
+
+    Attributes:
+        candidates: every proposal in order; those with `duplicate_of` or `reason` are shown and never run.
+        notes: in words: how the direction chose the operators, what the plan falls short of and why.
+    """
 
     schema_version: int = 1
     generation: int
     parent: str
     candidates: list[Candidate]
+    notes: list[str] = []
 
 
 class Attempt(Part):
@@ -207,7 +213,9 @@ class Paired(Part):
     Attributes:
         n: pairs; 1 uses the noise floor as deviation and is provisional.
         by: seeds, or examples (bootstrap).
-        gain: mean difference; se its standard error; lower, upper: gain -+ z se.
+        gain: mean difference; se its standard error; lower, upper: gain -+ z se. All three are None when one pair
+            is all there is and no noise floor was measured.
+        missing: seeds that either side lacks or failed; they are in no mean.
     """
 
     child: str
@@ -215,11 +223,12 @@ class Paired(Part):
     n: int
     by: Literal["seeds", "examples"] = "seeds"
     gain: float
-    se: float
+    se: float | None
     z: float
-    lower: float
-    upper: float
+    lower: float | None
+    upper: float | None
     provisional: bool = False
+    missing: list[int] = []
 
 
 class Decision(Part):
