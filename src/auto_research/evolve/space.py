@@ -108,6 +108,29 @@ class Space:
     axes: tuple[Axis, ...]
     constraints: tuple[Constraint, ...] = ()
 
+    def __post_init__(self) -> None:
+        """Refuse what would make an axis dead without a word.
+
+        Raises `ValueError`: two axes of one name, a start outside the axis or none, a condition on an axis or a value
+        that the space does not have or that is declared later (so conditions never go round in a circle).
+        """
+        declared: dict[str, Axis] = {}
+        for axis in self.axes:
+            if axis.name in declared:
+                raise ValueError(f"two axes are called {axis.name}")
+            if not axis.values and axis.default is None:
+                raise ValueError(f"axis {axis.name} has neither values nor a default")
+            try:
+                axis.check(axis.start)
+                for other, allowed in axis.condition.items():
+                    if other not in declared:
+                        raise ValueError(f"the condition of {axis.name} names {other}, which no axis before it is")
+                    for value in allowed:
+                        declared[other].check(value)
+            except UserError as error:
+                raise ValueError(f"axis {axis.name} is declared wrongly: {error}") from error
+            declared[axis.name] = axis
+
     def __getitem__(self, name: str) -> Axis:
         for axis in self.axes:
             if axis.name == name:
@@ -153,6 +176,11 @@ class Space:
             if not constraint.holds(genome):
                 raise Infeasible(f"{constraint.name}: {constraint.reason}, after repair by {', '.join(repairs)}")
         return genome, repairs
+
+    def unused(self, values: Mapping[str, Value]) -> list[str]:
+        """Axes named in `values` whose conditions do not hold there: `resolve` leaves them out."""
+        genome = self.resolve(values)
+        return [axis.name for axis in self.axes if axis.name in values and axis.name not in genome]
 
     def difference(
         self, parent: Mapping[str, Value], child: Mapping[str, Value]
