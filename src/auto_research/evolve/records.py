@@ -241,9 +241,10 @@ class Decision(Part):
     reason: str
 
 
-class TestResult(Part):
+class TestResult(Record):
     """The sealed test, opened once for baseline and champion."""
 
+    schema_version: int = 1
     opened: str
     openings: int
     metrics: dict[str, dict[str, float]]

@@ -64,7 +64,7 @@ LANGUAGE_PRELOAD = (
 )
 """Preload for jobs that use language models: transformers imports lazily, so the exact modules are named."""
 
-LOG_TAIL_BYTES = 16_384
+LOG_TAIL_BYTES = 20_480
 """How much of the end of the log an :class:`Outcome` carries."""
 
 READ_AT_IMPORT = ("HF_", "TRANSFORMERS_", "TORCH_", "PYTORCH_", "TOKENIZERS_", "MKL_", "KMP_", "PYTHONHASHSEED")

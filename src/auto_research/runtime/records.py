@@ -174,11 +174,14 @@ def write_json_atomic(path: str | os.PathLike[str], obj: Any) -> None:
     write_text_atomic(path, to_json(obj, indent=2) + "\n")
 
 
-def append_jsonl(path: str | os.PathLike[str], obj: Any) -> None:
+def append_jsonl(path: str | os.PathLike[str], obj: Any, *, sync: bool = False) -> None:
     """Append one JSON line: ``O_APPEND``, one write, under a lock that other appenders honour.
 
     A line that does not fit on the disk is taken back, and a torn last line that a killed writer left is
     cut off first, so the file holds whole lines only.
+
+    Args:
+        sync: return only once the line is on the disk (fsync of the file, and of the folder of a new file).
 
     Raises:
         UserError: no space, no permission, or a path that cannot be a file.
@@ -200,6 +203,10 @@ def append_jsonl(path: str | os.PathLike[str], obj: Any) -> None:
             if written < len(line):
                 os.ftruncate(descriptor, end)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if sync:
+                os.fsync(descriptor)
+                if end == 0:
+                    _sync_folder(path.parent)
         finally:
             os.close(descriptor)
 
