@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from auto_research.evolve.genome import ensure_runnable
 from auto_research.evolve.records import Attempt, Candidate, CellResult, CellState, Role, RunConfig
 from auto_research.evolve.workflow import NonFinite, Scores, Sizes, Workflow
 from auto_research.evolve.workflows import workflow as find_workflow
@@ -39,11 +40,14 @@ CHECKPOINTS = "AUTO_RESEARCH_CELL_CHECKPOINTS"
 
 @dataclass(frozen=True)
 class Cell:
-    """What is to run: one seed of one candidate in one role."""
+    """What is to run: one seed of one candidate in one role. Raises `UserError` for a candidate that never runs."""
 
     candidate: Candidate
     seed: int
     role: Role
+
+    def __post_init__(self) -> None:
+        ensure_runnable(self.candidate)
 
     @property
     def id(self) -> str:

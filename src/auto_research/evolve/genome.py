@@ -292,8 +292,8 @@ def ensure_runnable(candidate: Candidate) -> None:
     """Raises `UserError` for a candidate that may never run: evidence, quarantined code, infeasible genomes."""
     if candidate.origin in NEVER_RUN:
         raise UserError(f"{candidate.id} is {candidate.origin} and never runs: {candidate.reason}")
-    if not candidate.fingerprint:
-        raise UserError(f"{candidate.id} is infeasible: {candidate.reason or 'it has no fingerprint'}")
+    if candidate.reason and not candidate.fingerprint:
+        raise UserError(f"{candidate.id} is infeasible: {candidate.reason}")
 
 
 def evidence_only(workflow: Workflow, direction: str = "") -> list[Candidate]:
