@@ -75,6 +75,11 @@ def distributions(space: Space, genome: Genome) -> dict[str, optuna.distribution
     return {axis.name: distribution(axis) for axis in space.axes if axis.name in genome}
 
 
+def rounded(axis: Axis, value: float) -> float:
+    """A value of a range to six significant digits, so that equal settings are equal numbers; never outside it."""
+    return min(axis.high, max(axis.low, float(f"{value:.6g}")))
+
+
 def suggest(trial: optuna.Trial, space: Space) -> Genome:
     """A genome from a trial that was asked: axes in their order, those alone whose conditions hold (define by run)."""
     genome: Genome = {}
@@ -82,7 +87,8 @@ def suggest(trial: optuna.Trial, space: Space) -> Genome:
         if not space.active(genome, axis):
             continue
         if axis.kind in ("float", "log-float"):
-            genome[axis.name] = trial.suggest_float(axis.name, axis.low, axis.high, log=axis.kind == "log-float")
+            value = trial.suggest_float(axis.name, axis.low, axis.high, log=axis.kind == "log-float")
+            genome[axis.name] = rounded(axis, value)
         else:
             genome[axis.name] = axis.check(cast(Any, trial.suggest_categorical(axis.name, axis.values)))
     return genome
@@ -143,7 +149,7 @@ def sampler(config: RunConfig, generation: int, number: int, completed: int) -> 
     samplers = optuna_module().samplers
     seed = seed_of(config.run_seed, number)
     if config.sampler == "tpe":
-        return samplers.TPESampler(seed=seed, n_startup_trials=min(10, 1 + config.population))
+        return samplers.TPESampler(seed=seed, n_startup_trials=min(10, config.population))
     if config.sampler == "nsga2":
         return _nsga2(config.population, generation, seed, crossover=completed > 1)
     return samplers.RandomSampler(seed=seed)
