@@ -73,6 +73,7 @@ def test_every_entry_is_complete():
         "wikitext-2",
         "gsm8k",
         "tiny-shakespeare",
+        "alpaca-en-demo",
     }
     assert len({entry.folder for entry in CATALOGUE.values()}) == len(CATALOGUE)
     for entry in CATALOGUE.values():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from auto_research.data.amazon import read_5core_json, read_beauty_sequences, read_minionerec
 from auto_research.data.movielens import read_1m, read_100k, read_latest_small
 from auto_research.data.reasoning import read_gsm8k
-from auto_research.data.text import read_wikitext2
+from auto_research.data.text import read_alpaca, read_wikitext2
 from auto_research.runtime.errors import UserError
 
 _HISTORY = "user_id,history_item_title,item_title,history_item_id,item_id,history_item_sid,item_sid\n"
@@ -71,6 +71,10 @@ SOUND: dict[str, tuple[Callable[[Path], object], dict[str, bytes]]] = {
             "train.jsonl": b'{"question": "q", "answer": "a\\n#### 1"}\n',
             "test.jsonl": b'{"question": "q", "answer": "a\\n#### -1,000"}\n',
         },
+    ),
+    "alpaca": (
+        read_alpaca,
+        {"alpaca_en_demo.json": b'[{"instruction": "a", "input": "", "output": "b"}]'},
     ),
     "wikitext": (read_wikitext2, {"valid.txt": b"a b\n", "test.txt": b"c\n"}),
 }

@@ -6,7 +6,7 @@ import pytest
 
 from auto_research.data.reasoning import Problem, read_gsm8k
 from auto_research.data.rows import MalformedRow
-from auto_research.data.text import read_tiny_shakespeare, read_wikitext2
+from auto_research.data.text import Instruction, read_alpaca, read_tiny_shakespeare, read_wikitext2
 from auto_research.runtime.errors import UserError
 
 
@@ -30,6 +30,23 @@ def test_wikitext2(write, tmp_path):
 def test_tiny_shakespeare(write, tmp_path):
     write("input.txt", "First Citizen:\nBefore we proceed")
     assert read_tiny_shakespeare(tmp_path) == "First Citizen:\nBefore we proceed"
+
+
+def test_alpaca(write, tmp_path):
+    rows = [{"instruction": "Add.", "input": "1 2", "output": "3"}, {"instruction": "Hi", "input": "", "output": "é"}]
+    write("alpaca_en_demo.json", json.dumps(rows))
+    assert read_alpaca(tmp_path) == [Instruction("Add.", "1 2", "3"), Instruction("Hi", "", "é")]
+    for bad, why in (
+        ("[1", "not JSON"),
+        ("{}", "not a JSON list"),
+        ("[]", "not a JSON list"),
+        (json.dumps([*rows, {"instruction": "x", "output": "y"}]), "line 3: row 3 lacks a text"),
+        (json.dumps([rows[0], 7]), "row 2 lacks"),
+        (json.dumps([rows[0] | {"output": " "}]), "row 1 has an empty"),
+    ):
+        write("alpaca_en_demo.json", bad)
+        with pytest.raises(MalformedRow, match=why):
+            read_alpaca(tmp_path)
 
 
 def problem(answer: str = "2*3 = <<2*3=6>>6 eggs.\n#### 6", question: str = "How many?") -> str:

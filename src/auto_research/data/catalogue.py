@@ -484,6 +484,23 @@ _ENTRIES = (
         embedded="all of it",
         embedded_whole=True,
     ),
+    DatasetEntry(
+        name="alpaca-en-demo",
+        title="Alpaca-style instructions, LLaMA-Factory's demo set",
+        folder="alpaca",
+        source="https://github.com/hiyouga/LLaMA-Factory",
+        licence="Apache-2.0",
+        redistribution="not embedded; fetched from the LLaMA-Factory repository",
+        reader="auto_research.data.text:read_alpaca",
+        files=(
+            DataFile(
+                name="alpaca_en_demo.json",
+                sha256=("bcc37c64db1a739a0789a1b81f251146fcf4459f903474bc9e3c21bbb5628318",),
+                size=859_893,
+                urls=(f"{_GITHUB}/hiyouga/LLaMA-Factory/main/data/alpaca_en_demo.json",),
+            ),
+        ),
+    ),
 )
 
 CATALOGUE: dict[str, DatasetEntry] = {entry.name: entry for entry in _ENTRIES}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
 from pathlib import Path
 
-from auto_research.data.rows import find, read_text, require
+from auto_research.data.rows import MalformedRow, find, read_text, require
 
 WIKITEXT_SPLITS = ("train", "valid", "test")
 
@@ -32,3 +34,37 @@ def read_tiny_shakespeare(folder: Path | str) -> str:
     Raises UserError for a missing or empty file, MalformedRow (file, line) for bytes that are not UTF-8.
     """
     return read_text(require(Path(folder), "input.txt"))
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """What is asked (instruction, and an input that may be empty) and the response to learn."""
+
+    instruction: str
+    input: str
+    output: str
+
+
+def read_alpaca(folder: Path | str) -> list[Instruction]:
+    """Alpaca-style rows: `alpaca_en_demo.json`, one JSON list of objects with `instruction`, `input` and `output`.
+
+    Raises UserError for a missing or empty file, MalformedRow for text that is no JSON list, and for a row without
+    one of the three texts or with an empty instruction or output; its number is then that of the row.
+    """
+    path = require(Path(folder), "alpaca_en_demo.json")
+    try:
+        rows = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise MalformedRow(path, getattr(error, "lineno", 1), "the file is not JSON") from error
+    if not isinstance(rows, list) or not rows:
+        raise MalformedRow(path, 1, "the file is not a JSON list of rows")
+    found = []
+    for number, row in enumerate(rows, start=1):
+        texts = [row.get(name) if isinstance(row, dict) else None for name in ("instruction", "input", "output")]
+        words = [text for text in texts if isinstance(text, str)]
+        if len(words) < 3:
+            raise MalformedRow(path, number, f"row {number} lacks a text 'instruction', 'input' or 'output'")
+        if not (words[0].strip() and words[2].strip()):
+            raise MalformedRow(path, number, f"row {number} has an empty instruction or output")
+        found.append(Instruction(*words))
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,28 +27,42 @@ def tokenise(parts: dict[str, str], vocabulary: int) -> TokenisedText:
     `parts` holds `train`, `validation` and `test`. Where `train` is missing, the first nine tenths of `validation`
     are trained on and its last tenth validates; the test part is untouched either way.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
     validation = parts.get("validation") or parts.get("valid") or ""
     train, test = parts.get("train"), parts.get("test", "")
     if train is None:
-        cut = validation.rfind("\n", 0, int(0.9 * len(validation))) + 1
-        train, validation = validation[:cut], validation[cut:]
+        train, validation = devsplit(validation)
     if not (train and validation and test):
         raise UserError("the text has no training, validation or test part; prepare the data set again")
+    tokenizer = train_tokenizer(train, vocabulary)
+    return TokenisedText(
+        encode(tokenizer, train), encode(tokenizer, validation), encode(tokenizer, test), tokenizer.get_vocab_size()
+    )
+
+
+def devsplit(validation: str) -> tuple[str, str]:
+    """(training text, validation text): the first nine tenths of a validation text, cut at a line end, and the rest."""
+    cut = validation.rfind("\n", 0, int(0.9 * len(validation))) + 1
+    return validation[:cut], validation[cut:]
+
+
+def train_tokenizer(text: str, vocabulary: int) -> Any:
+    """A byte-level BPE `tokenizers.Tokenizer` of at most `vocabulary` ids, learned from `text`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    tokenizer.train_from_iterator(train.splitlines(keepends=True), trainer)
+    tokenizer.train_from_iterator(text.splitlines(keepends=True), trainer)
+    return tokenizer
 
-    def encode(text: str) -> Tensor:
-        encoded = tokenizer.encode_batch(text.splitlines(keepends=True))
-        return torch.tensor([i for line in encoded for i in line.ids], dtype=torch.long)
 
-    return TokenisedText(encode(train), encode(validation), encode(test), tokenizer.get_vocab_size())
+def encode(tokenizer: Any, text: str) -> Tensor:
+    """Token ids (T,) int64 of a text, encoded line by line."""
+    encoded = tokenizer.encode_batch(text.splitlines(keepends=True))
+    return torch.tensor([i for line in encoded for i in line.ids], dtype=torch.long)
 
 
 def random_windows(tokens: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
