@@ -74,6 +74,7 @@ class ToyWorkflow(Workflow):
     dataset = "points"
     metric = "closeness"
     level = "L0 mechanism"
+    preload = ("numpy",)
     space = Space(
         (
             Axis("model.bias", values=("off", "on"), source="toy"),

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -292,59 +292,51 @@ class End:
     """How one attempt ended.
 
     Attributes:
-        again: sizes for another attempt if this kind of end may pass, else None.
+        transient: another attempt may end otherwise.
         no_space: the disk is full: no fault of the cell, the run has to stop.
     """
 
     attempt: Attempt
-    output: dict[str, Any] | None = None
-    again: dict[str, int] | None = None
-    no_space: bool = False
-    peaks: dict[str, int] = field(default_factory=dict)
+    transient: bool
+    no_space: bool
+    peaks: dict[str, int]
 
 
 def end_of(outcome: Outcome, folder: Path, sizes: Mapping[str, int], changed: dict[str, int]) -> End:
     """What the end of a cell's process means; `sizes` and `changed` are those of this attempt."""
     state, reason = _state(outcome)
-    output = None
     if state == "completed":
-        assert outcome.result is not None
         try:
-            CellResult(cell="", candidate="", seed=0, role="search", state="completed", **_fields(outcome.result))
-            output = dict(outcome.result)
-        except (TypeError, ValueError) as error:
-            state, reason = "interrupted", f"its result is corrupt ({str(error).splitlines()[0]})"
+            measured(outcome.result or {})
+        except ValueError as problem:
+            state, reason = "interrupted", f"its result is corrupt ({str(problem).splitlines()[0]})"
     beat = read_heartbeat(folder)
-    failed = state != "completed"
+    error = outcome.error
     attempt = Attempt(
         state=state,
         seconds=outcome.seconds,
         reason=reason,
         exit_code=outcome.exit_code,
         signal=outcome.signal,
-        error=f"{outcome.error.type}: {outcome.error.message}" if outcome.error else "",
-        traceback=outcome.error.traceback if outcome.error else "",
-        log_tail=_last_bytes(outcome.log_tail) if failed else "",
+        error=f"{error.type}: {error.message}" if error else "",
+        traceback=error.traceback if error else "",
+        log_tail=_last_bytes(outcome.log_tail) if state != "completed" else "",
         last_step=beat.get("step"),
         last_loss=beat.get("loss"),
         changed=changed,
     )
-    return End(
-        attempt,
-        output,
-        _again(state, outcome, sizes),
-        failed and outcome.error is not None and NO_SPACE in outcome.error.message,
-        _peaks(outcome, folder),
-    )
+    no_space = state != "completed" and NO_SPACE in (error.message if error else outcome.reason)
+    return End(attempt, _transient(state, outcome, sizes), no_space, _peaks(outcome, folder))
 
 
-def _fields(result: Mapping[str, Any]) -> dict[str, Any]:
-    """The measured fields of a raw result. Raises `ValueError` when one is missing."""
+def measured(result: Mapping[str, Any]) -> dict[str, Any]:
+    """The measured fields of what `run_cell` returned. Raises `ValueError` when one is missing or of the wrong kind."""
     names = ("metrics", "units", "seconds", "cpu_seconds", "peak_rss_bytes", "peak_device_bytes", "device", "artefact")
-    missing = [name for name in names if result.get(name) is None]
-    if missing:
+    found = {name: result[name] for name in names if result.get(name) is not None}
+    if missing := [name for name in names if name not in found]:
         raise ValueError(f"{', '.join(missing)} missing")
-    return {name: result[name] for name in names}
+    CellResult(cell="", candidate="", seed=0, role="search", state="completed", **found)
+    return found
 
 
 def _state(outcome: Outcome) -> tuple[CellState, str]:
@@ -363,44 +355,40 @@ def _state(outcome: Outcome) -> tuple[CellState, str]:
     return "failed", outcome.reason
 
 
-def _again(state: CellState, outcome: Outcome, sizes: Mapping[str, int]) -> dict[str, int] | None:
-    """Sizes of a retry, or None where the same would happen again."""
+def _transient(state: CellState, outcome: Outcome, sizes: Mapping[str, int]) -> bool:
+    """Whether the same would not simply happen again: a lost worker, input and output, memory, an interruption."""
     import signal as signals
 
-    if state == "out_of_memory":
+    if state == "out_of_memory":  # half the micro-batch may fit
         micro = sizes.get("micro_batch", 0)
-        if micro < 2 or micro % 2:
-            return None
-        return {**sizes, "micro_batch": micro // 2, "accumulate": 2 * sizes.get("accumulate", 1)}
+        return micro >= 2 and micro % 2 == 0
     if state == "interrupted" or outcome.state == "start_failed":
-        return dict(sizes)
+        return True
     if state == "killed":
-        crashed = outcome.signal is not None and outcome.signal in {getattr(signals, name) for name in CRASHES}
-        return None if crashed else dict(sizes)
+        return outcome.signal is None or outcome.signal not in {getattr(signals, name) for name in CRASHES}
     if state == "failed" and outcome.error is not None:
         kinds = set(outcome.error.kinds)
-        return dict(sizes) if "OSError" in kinds and not kinds & NOT_TRANSIENT else None
-    return None
+        return "OSError" in kinds and not kinds & NOT_TRANSIENT
+    return False
 
 
 def _peaks(outcome: Outcome, folder: Path) -> dict[str, int]:
     """Measured by the cell itself where it could, else by its guardian."""
     try:
-        measured = json.loads((folder / "peaks.json").read_text())
+        found = json.loads((folder / "peaks.json").read_text())
     except (OSError, ValueError):
-        measured = {"peak_rss_bytes": 0, "peak_device_bytes": 0}
-    measured["peak_rss_bytes"] = max(measured["peak_rss_bytes"], outcome.peak_rss_bytes or 0)
-    return {name: int(value) for name, value in measured.items()}
+        found = {"peak_rss_bytes": 0, "peak_device_bytes": 0}
+    found["peak_rss_bytes"] = max(found["peak_rss_bytes"], outcome.peak_rss_bytes or 0)
+    return {name: int(value) for name, value in found.items()}
 
 
 def _last_bytes(text: str) -> str:
     return text.encode()[-LOG_BYTES:].decode(errors="ignore")
 
 
-def result_of(cell: Cell, attempts: list[Attempt], end: End) -> CellResult:
-    """The record of a cell that has ended; metrics only when it completed."""
-    lost: dict[str, Any] = {"metrics": None, "seconds": attempts[-1].seconds, **end.peaks}
-    measured = lost if end.output is None else _fields(end.output)
+def result_of(cell: Cell, attempts: list[Attempt], raw: Mapping[str, Any] | None, peaks: dict[str, int]) -> CellResult:
+    """The record of a cell that has ended; `raw` is what the completing attempt returned, None when none completed."""
+    lost: dict[str, Any] = {"metrics": None, "seconds": attempts[-1].seconds, **peaks}
     return CellResult(
         cell=cell.id,
         candidate=cell.candidate.id,
@@ -408,5 +396,5 @@ def result_of(cell: Cell, attempts: list[Attempt], end: End) -> CellResult:
         role=cell.role,
         state=attempts[-1].state,
         attempts=attempts,
-        **measured,
+        **(lost if raw is None else measured(raw)),
     )

@@ -264,7 +264,11 @@ class Trial(Part):
 
 
 class RunRecord(Record):
-    """A whole run, rebuilt from its files; the board and `status` show nothing else."""
+    """A whole run, rebuilt from its files; the board and `status` show nothing else.
+
+    Attributes:
+        test_cell: the finaliser's process, completed or not; its metrics are the primary one by set of weights.
+    """
 
     schema_version: int = 1
     config: RunConfig
@@ -278,6 +282,7 @@ class RunRecord(Record):
     confirmed: Paired | None = None
     random_search: list[Trial] = []
     test: TestResult | None = None
+    test_cell: CellResult | None = None
     noise: float | None = None
     champion: str = "baseline"
     status: Literal["planned", "running", "interrupted", "finished", "stopped", "nothing completed"]

@@ -156,6 +156,8 @@ class Workflow(ABC):
         level: reached by a standard run with complete data.
         schedule: axis groups of generation 2, 3, ... (generation 1 is the ablation of operators).
         n_min, z, delta_min: promotion rule.
+        language_model: cells use transformers, so their fork server imports it once.
+        preload: modules the cells' fork server imports instead; None for torch.
     """
 
     key: ClassVar[str]
@@ -177,6 +179,7 @@ class Workflow(ABC):
     operators: ClassVar[tuple[Operator, ...]] = ()
     evidence: ClassVar[tuple[Evidence, ...]] = ()
     language_model: ClassVar[bool] = False
+    preload: ClassVar[tuple[str, ...] | None] = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
