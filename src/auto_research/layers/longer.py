@@ -217,6 +217,7 @@ def attend_apart(attention: MultiHeadAttention, x: Tensor, cache: KVCache, valid
     own_key, own_value = (part.unflatten(-1, shape).transpose(1, 2) for part in attention.key_value(x).chunk(2, dim=-1))
     score = (query @ cache.key.transpose(-1, -2)).masked_fill(~padding_mask(valid), -torch.inf)
     own = (query * own_key).sum(-1, keepdim=True)
-    weight = (torch.cat([score, own], dim=-1) * attention.head_dim**-0.5).float().softmax(-1).to(x.dtype)
+    exact = torch.promote_types(x.dtype, torch.float32)
+    weight = (torch.cat([score, own], dim=-1) * attention.head_dim**-0.5).to(exact).softmax(-1).to(x.dtype)
     out = weight[..., :-1] @ cache.value + weight[..., -1:] * own_value
     return attention.output(out.transpose(1, 2).flatten(2))
