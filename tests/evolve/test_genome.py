@@ -258,6 +258,12 @@ def test_infeasible_candidates_are_no_duplicates_of_each_other_and_known_ones_no
     assert not any(one.duplicate_of for one in mark_duplicates([*refused, BASELINE], [BASELINE]))
 
 
+def test_a_duplicate_of_a_known_duplicate_points_to_the_original() -> None:
+    boast = BASELINE.model_copy(update={"id": "boast", "fingerprint": "f", "duplicate_of": "baseline"})
+    again = boast.model_copy(update={"id": "again", "duplicate_of": ""})
+    assert mark_duplicates([again], [BASELINE, boast])[0].duplicate_of == "baseline"
+
+
 def test_a_planted_no_op_ends_as_duplicate() -> None:
     toy = ToyWorkflow()
     sizes = toy.sizes("smoke")
@@ -535,7 +541,50 @@ def test_effects_and_their_reasons() -> None:
 def test_an_axis_is_compared_where_both_its_values_are_feasible() -> None:
     effect = found(WORK, "model.hidden")["model.hidden", 170]
     assert WORK.space.difference(effect.parent, effect.child) == {"model.hidden": (256, 170)}
-    assert found(WORK, "model.ffn")["model.ffn", "swiglu"].child["model.hidden"] == 170
+    effect = found(WORK, "model.ffn")["model.ffn", "swiglu"]
+    assert WORK.space.difference(effect.parent, effect.child) == {"model.ffn": ("gelu", "swiglu")}, "without a repair"
+
+
+def test_conditions_of_conditions_are_switched_on_first() -> None:
+    class Nested(Attention):
+        space = Space(
+            (
+                *Attention.space.axes,
+                Axis("sink.kind", values=("off", "fixed", "learned"), condition={"model.attention": ("sliding",)}),
+                Axis("sink.size", "int", values=(1, 2), condition={"sink.kind": ("fixed", "learned")}),
+                Axis("sink.rate", "int", values=(1, 2), condition={"sink.kind": ("learned",), "sink.size": (2,)}),
+            )
+        )
+
+        def describe(self, genome: Genome, sizes: Sizes, data: Data) -> Described:
+            described = super().describe(genome, sizes, data)
+            sinks = {name: value for name, value in genome.items() if name.startswith("sink.")}
+            return replace(described, configuration={**described.configuration, **sinks})
+
+    measured = found(Nested(), "sink.kind", "sink.size", "sink.rate")
+    assert all(effect.holds for effect in measured.values())
+    assert measured["sink.size", 2].parent["sink.kind"] == "fixed"
+    parent = measured["sink.rate", 2].parent
+    assert (parent["model.attention"], parent["sink.kind"], parent["sink.size"]) == ("sliding", "learned", 2)
+
+
+def test_a_value_that_is_always_repaired_away_is_dead() -> None:
+    class Repaired(Attention):
+        space = Space(
+            Attention.space.axes,
+            (
+                Constraint(
+                    "heads",
+                    lambda g: g.get("model.kv_heads") != 3,
+                    "4 heads are no multiple of 3",
+                    lambda g: {**g, "model.kv_heads": 1},
+                ),
+            ),
+        )
+
+    measured = found(Repaired(), "model.kv_heads")
+    assert {value for (_, value), effect in measured.items() if not effect.holds} == {3}
+    assert measured["model.kv_heads", 3].child == {}
 
 
 class RecordedOnly(Attention):
@@ -578,7 +627,19 @@ def test_two_values_that_do_the_same_are_one_too_many() -> None:
     measured = found(Aliased(), "model.kv_heads")
     assert measured["model.kv_heads", 1].holds
     assert measured["model.kv_heads", 4].twin == 1
+    assert not measured["model.kv_heads", 4].holds
     assert "it does what model.kv_heads=1 does" in measured["model.kv_heads", 4].text
+
+
+def test_two_values_that_differ_on_paper_only_are_one_too_many() -> None:
+    class Paper(Attention):
+        def effect_probe(self, genome: Genome, sizes: Sizes, data: Data) -> dict[str, str]:
+            return {"cost": digest(genome.get("model.kv_heads", 4) == 2)}
+
+    measured = found(Paper(), "model.kv_heads")
+    assert measured["model.kv_heads", 1].holds
+    assert measured["model.kv_heads", 4].fingerprint_changed
+    assert measured["model.kv_heads", 4].twin == 1
 
 
 def test_a_probe_that_is_not_repeatable_or_unknown_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
