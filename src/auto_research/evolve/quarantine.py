@@ -17,6 +17,7 @@ from __future__ import annotations
 import ast
 import ctypes
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -267,7 +268,7 @@ def check(quarantine: Path, name: str, *, timeout_s: float = TIMEOUT_S, namespac
                     result_path=folder / "check.json",
                     memory_limit_bytes=MEMORY_BYTES,
                     threads=1,
-                    preload=(),
+                    preload=("pytest",) if importlib.util.find_spec("pytest") else (),
                     name=f"check of {name}",
                 )
             )
