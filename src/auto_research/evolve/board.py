@@ -7,6 +7,7 @@ clock or a memory gauge measured stands in `<span class="t">`, so that two runs 
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import shlex
@@ -737,6 +738,7 @@ def write_board(folder: Path, record: RunRecord | None = None) -> Path:
     return path
 
 
+@functools.cache
 def _environment() -> Environment:
     from jinja2 import Environment, FunctionLoader, StrictUndefined
 
@@ -866,9 +868,8 @@ def status_lines(record: RunRecord) -> tuple[list[str], list[str]]:
     below = [f"champion: {' → '.join(plots.ancestors({t.candidate.id: t for t in record.trials}, record.champion))}"]
     if (found := compared(record)) is not None:
         for step in found.steps:
-            gain = signed(step.gain.gain) if step.gain else "–"
-            below.append(f"{step.name.lower()}: baseline {step.baseline}, champion {step.champion}, "
-                         f"gain {gain}, {step.between} ({step.basis})")  # fmt: skip
+            gain = f"gain {signed(step.gain.gain)}, {step.between} ({step.basis})" if step.gain else step.between
+            below.append(f"{step.name.lower()}: baseline {step.baseline}, champion {step.champion}, {gain}")
     if record.test is None:
         below.append("sealed test: not opened")
     elif found is None:
@@ -882,7 +883,7 @@ def status_lines(record: RunRecord) -> tuple[list[str], list[str]]:
     if counts:
         below.append("not as planned: " + ", ".join(f"{n} {state.replace('_', ' ')}" for state, n in counts.items()))
     below += [f"split hygiene: {name} {n}; it must be 0" for name, n, kind in hygiene(record) if kind == "bad"]
-    return above, below
+    return [one_line(line) for line in above], [one_line(line) for line in below]
 
 
 def _times(count: int) -> str:
@@ -896,7 +897,12 @@ def status_text(record: RunRecord) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of a table as lines with aligned columns; cells stay on one line."""
-    cells = [[" ".join(_NOT_HTML.sub("", cell).split()) for cell in row] for row in rows]
+    """Rows of a table as lines with aligned columns."""
+    cells = [[one_line(cell) for cell in row] for row in rows]
     widths = [min(48, max(map(len, column))) for column in zip(*cells)]
     return ["  ".join(plots.clip(c, w).ljust(w) for c, w in zip(row, widths)).rstrip() for row in cells]
+
+
+def one_line(text: str) -> str:
+    """Text without line breaks and without what steers a terminal."""
+    return " ".join(_NOT_HTML.sub("", text).split())
