@@ -30,6 +30,8 @@ from auto_research.runtime.errors import UserError
 
 PROPOSALS_PER_PLACE = 10
 """A sampler that keeps proposing what was tried is stopped after this many proposals for each place."""
+DRAWS = 100
+"""Values that a plan draws from one range at most."""
 BASELINE = "baseline"
 
 
@@ -151,8 +153,8 @@ def _fill(
         if proposal.sampler == "fixed":
             candidate.origin = "fixed"
         elif proposal.operator and not candidate.reason and candidate.operators != [proposal.operator]:
-            brought = ", ".join(candidate.operators) or "nothing"
-            candidate.reason = f"generation 1 adds one operator at a time, and this genome brings {brought}"
+            brought = ", ".join(candidate.operators) or "none"
+            candidate.reason = f"generation 1 adds one operator at a time, and this genome, repaired, has {brought}"
         mark_duplicates([candidate], [*known, *made])
         made.append(candidate)
         places -= runs(candidate)
@@ -233,12 +235,12 @@ def _ablation(workflow: Workflow, baseline: Candidate, operators: Sequence[Opera
     for operator in operators:
         if any(start.get(name) in owned for name, owned in operator.sets.items()):
             continue  # part of the baseline
-        made = [
-            (operator.id, genome)
-            for name, owned in operator.sets.items()
-            for value in owned
-            if (genome := _with(space, start, space[name], value)) is not None
-        ]
+        made = []
+        for name, owned in operator.sets.items():
+            for value in owned:
+                genome = _with(space, start, space[name], value)
+                if genome is not None and _only(space, operator, start, genome):
+                    made.append((operator.id, genome))
         variants.append(made)
     seen: list[Genome] = [start]
     for id, genome in (v for row in itertools.zip_longest(*variants) for v in row if v is not None):
@@ -253,6 +255,15 @@ def _ablation(workflow: Workflow, baseline: Candidate, operators: Sequence[Opera
             if changed is not None and changed not in seen:
                 seen.append(changed)
                 yield Proposal(changed, (baseline,))
+
+
+def _only(space: Space, operator: Operator, start: Genome, genome: Genome) -> bool:
+    """Whether every axis that counts in both genomes and differs has a value that the operator owns."""
+    return all(
+        new in operator.sets.get(name, ())
+        for name, (old, new) in space.difference(start, genome).items()
+        if old is not None and new is not None
+    )
 
 
 def _owned(operators: Iterable[Operator], axis: str, value: Value) -> bool:
@@ -337,7 +348,7 @@ def _mutations(
     operators: Sequence[Operator],
     key: tuple[int | str, ...],
 ) -> Iterator[Proposal]:
-    """The champion with one axis changed, one value of each axis in turn; a range gives values without end.
+    """The champion with one axis changed, one value of each axis in turn.
 
     Axes whose values belong to operators that the direction names come first, the rest in an order drawn from `key`.
     """
@@ -360,7 +371,7 @@ def _mutations_of(space: Space, champion: Candidate, axis: Axis, key: tuple[int 
     if axis.values:
         values = (axis.values[i] for i in random.permutation(len(axis.values)))
     else:
-        values = (_draw(axis, float(random.random())) for _ in itertools.count())
+        values = (_draw(axis, float(at)) for at in random.random(DRAWS))
     for value in values:
         if value != champion.genome[axis.name]:
             yield Proposal(space.resolve({**champion.genome, axis.name: value}), (champion,))
