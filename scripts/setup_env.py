@@ -21,7 +21,7 @@ PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "setup-stamp"
 TORCH = "torch==2.13.0"
 OLDEST_TORCH = (2, 9)
-EXTRAS = "dev,cluster"
+EXTRAS = "dev,cluster,postgres"
 
 
 def fail(sentence: str) -> None:

@@ -8,6 +8,7 @@ writes the same trials to a database, where dashboards and other programs can re
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import re
 import warnings
 from collections.abc import Iterator, Sequence
@@ -201,8 +202,10 @@ def open_storage(url: str | None, folder: Path) -> optuna.storages.RDBStorage:
     except sqlalchemy.exc.ArgumentError:
         raise UserError("the storage is no database URL; write sqlite:///FILE or postgresql://USER@HOST/NAME") from None
     backend = made.get_backend_name()
-    if backend == "postgres":
-        made = made.set(drivername="postgresql")
+    shown = made.render_as_string(hide_password=True)
+    if made.drivername in ("postgres", "postgresql"):  # releases of SQLAlchemy differ in the driver they take
+        older = importlib.util.find_spec("psycopg") is None
+        made = made.set(drivername="postgresql+psycopg2" if older else "postgresql+psycopg")
     if made.get_backend_name() not in ("sqlite", "postgresql"):
         raise UserError(
             f"storage of kind '{backend}' is not known; write sqlite:///FILE or postgresql://USER@HOST/NAME"
@@ -211,7 +214,6 @@ def open_storage(url: str | None, folder: Path) -> optuna.storages.RDBStorage:
     options: dict[str, Any] = {"timeout": SQLITE_TIMEOUT_S} if local else {"connect_timeout": POSTGRES_TIMEOUT_S}
     if local and made.database:
         Path(made.database).parent.mkdir(parents=True, exist_ok=True)
-    shown = made.render_as_string(hide_password=True)
     with database_errors(shown):
         try:
             return optuna_module().storages.RDBStorage(
