@@ -76,3 +76,29 @@ def consecutive_windows(tokens: Tensor, length: int) -> Tensor:
     count = (len(tokens) - 1) // length
     starts = torch.arange(count) * length
     return tokens[starts[:, None] + torch.arange(length + 1)]
+
+
+def unigram(train: Tensor, vocabulary: int) -> Tensor:
+    """Log-probabilities (V,) float64 of the training frequencies, one added to each count."""
+    counts = torch.bincount(train, minlength=vocabulary).double() + 1
+    return (counts / counts.sum()).log()
+
+
+def bigram_nats(train: Tensor, text: Tensor, vocabulary: int) -> Tensor:
+    """Negative log-probability (T - 1,) float64 of each token of `text` after the one before it.
+
+    Witten and Bell's interpolation: P(b|a) = (c(ab) + t(a) P(b)) / (c(a) + t(a)), with t(a) the number of different
+    tokens that followed a in training, and P(b) the unigram above.
+    """
+    pairs, counts = torch.unique(train[:-1] * vocabulary + train[1:], return_counts=True)
+    starts = pairs // vocabulary
+    total = torch.zeros(vocabulary, dtype=torch.float64).index_add(0, starts, counts.double())
+    kinds = torch.bincount(starts, minlength=vocabulary).double()
+    before, after = text[:-1], text[1:]
+    wanted = before * vocabulary + after
+    place = torch.searchsorted(pairs, wanted).clamp(max=len(pairs) - 1)
+    seen = torch.where(pairs[place] == wanted, counts[place].double(), 0.0)
+    single = unigram(train, vocabulary).exp()[after]
+    novel = total[before] == 0
+    mixed = (seen + kinds[before] * single) / (total[before] + kinds[before]).clamp(min=1)
+    return -torch.where(novel, single, mixed).log()
