@@ -50,12 +50,11 @@ def judge(
         measured = sum(trial.state == "completed" for trial in trials)
         scope = f" Smoke level: {', '.join(reduced)}." if reduced else ""
         return "measured", level, f"Measured: {measured} fixed candidates, none selected.{scope}{_failures(trials)}"
-    found = _found(config, workflow, trials, decisions, champion, confirmed)
+    claims = not reduced and champion != "baseline" and promotion.confirmed(confirmed, config)
+    found = _found(config, workflow, trials, decisions, champion, confirmed, claims)
     if reduced:
         return "smoke: no conclusion", level, f"Smoke run, no conclusion ({', '.join(reduced)}). {found}"
-    if champion != "baseline" and promotion.confirmed(confirmed, config):
-        return "improved", level, found
-    return "not improved", level, found
+    return "improved" if claims else "not improved", level, found
 
 
 def reductions(
@@ -111,8 +110,9 @@ def _found(
     decisions: Sequence[Decision],
     champion: str,
     confirmed: Paired | None,
+    claims: bool,
 ) -> str:
-    """What search and confirmation found, beginning with "Improved" or "No improvement found"."""
+    """What search and confirmation found; begins with "Improved" only where that may be claimed."""
     tail = _failures(trials)
     comparisons = [comparison for decision in decisions for comparison in decision.comparisons]
     if champion == "baseline":
@@ -122,19 +122,21 @@ def _found(
         worse = len({c.child for c in comparisons if c.upper is not None and c.upper < 0})
         intervals = all(c.lower is not None for c in comparisons)
         beyond = ", no difference beyond noise" if intervals and not worse else f", {worse} worse" if worse else ""
-        return (
-            f"No improvement found: none of {candidates} candidates beats the baseline on {workflow.metric}"
-            f"{beyond}.{tail}"
-        )
+        who = f"none of {candidates} candidates beats" if candidates > 1 else "the one candidate does not beat"
+        return f"No improvement found: {who} the baseline on {workflow.metric}{beyond}.{tail}"
     if confirmed is None:
-        return f"No improvement found: {champion} led the search, and no confirmation was run.{tail}"
+        steps = [promotion.in_words(comparison) for comparison in comparisons if comparison.child == champion]
+        led = f"{champion} led the search ({'; '.join(steps)})" if steps else f"{champion} led the search"
+        return f"No improvement found: {led}, and no confirmation was run.{tail}"
     what = "fresh seeds" if confirmed.by == "seeds" else "validation examples"
     error = "no standard error" if confirmed.se is None else f"SE {confirmed.se:.2g}"
     numbers = f"{confirmed.gain:+.4g} {workflow.metric} over the baseline on {confirmed.n} {what} ({error})"
     if workflow.direction == "min":
         numbers += ", less being better"
-    if promotion.confirmed(confirmed, config):
+    if claims:
         return f"Improved: {champion} gains {numbers}.{tail}"
+    if promotion.confirmed(confirmed, config):
+        return f"{champion} led the search and its confirmation, {numbers}.{tail}"
     if confirmed.missing:
         why = f"seeds {', '.join(map(str, confirmed.missing))} did not finish"
     elif confirmed.provisional:
