@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +69,6 @@ def test_refused_paths(path: str, tmp_path: Path) -> None:
 
 @given(st.text(st.sampled_from("ab./\\:~ _-\0\n"), max_size=12))
 def test_no_path_leaves_the_quarantine(path: str) -> None:
-    import tempfile
-
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder, "deep", "q")
         try:
@@ -267,15 +267,17 @@ def test_a_candidate_cannot_choose_how_it_is_tested_or_see_the_caller_s_environm
 ) -> None:
     monkeypatch.setenv("SECRET_TOKEN", "s3cret")
     monkeypatch.setenv("PYTEST_ADDOPTS", "--collect-only")
-    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --collect-only\n")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --collect-only\n")  # beside the scratch folder
+    (tmp_path / "conftest.py").write_text("raise RuntimeError('obeyed')\n")
     staged(
-        tmp_path,
+        tmp_path / "q",
         test_environment_py=(
             "import os, pathlib\ndef test_environment():\n    assert 'SECRET_TOKEN' not in os.environ\n"
             "    assert pathlib.Path.home() in pathlib.Path.cwd().parents\n"
         ),
     )
-    assert checks(check(tmp_path, "one"))["tests"] == (True, "2 passed, 0 failed, 0 skipped")
+    assert checks(check(tmp_path / "q", "one"))["tests"] == (True, "2 passed, 0 failed, 0 skipped")
 
 
 def test_a_claim_that_tests_passed_is_not_taken_from_the_candidate(tmp_path: Path) -> None:
@@ -319,8 +321,6 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def copy_of(checked: Path, tmp_path: Path) -> tuple[Path, Quarantined]:
-    import shutil
-
     shutil.copytree(checked, tmp_path / "q")
     return tmp_path / "q", read(tmp_path / "q", "one")
 

@@ -258,12 +258,11 @@ def make_candidate(
         cost=cost.extra,
         **provenance(workflow, made, parents, sampler, repaired=space.difference(proposed, made)),
     )
-    if mark and candidate.operators:
+    if mark and candidate.origin == "paper-operator":
         parent = space.resolve(parents[0].genome)
         if _probe(workflow, parent, sizes, data) == _probe(workflow, made, sizes, data):
             candidate.duplicate_of = parents[0].duplicate_of or parents[0].id
-            brought = ", ".join(candidate.operators)
-            candidate.reason = f"{brought}: changes nothing of what {candidate.duplicate_of} computes"
+            candidate.reason = f"{candidate.operators[0]} changes nothing of what {candidate.duplicate_of} computes"
     return candidate
 
 
