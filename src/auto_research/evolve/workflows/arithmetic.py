@@ -107,6 +107,14 @@ class Policy(nn.Module):
         return preference.sequence_log_probabilities(self.respond(prompts, responses), responses, responses != PAD)
 
 
+def forward_flops(sizes: Sizes, columns: float, asked: float) -> float:
+    """Of one sequence: every column through all blocks but the last, which answers at the last `asked` columns only."""
+    width = sizes["width"]
+    inner = columns * (12 * width**2 + 2 * width * columns)
+    last = columns * 2 * width**2 + asked * (10 * width**2 + 2 * width * columns)
+    return 2 * ((sizes["layers"] - 1) * inner + last + asked * len(VOCABULARY) * width)
+
+
 @torch.no_grad()
 def generate(
     policy: Policy,
@@ -748,9 +756,8 @@ class Arithmetic(Workflow):
             "kl": float(token_divergence(policy, start, prompts, sampled).double().mean()),
             "warmup_accuracy": _accuracy(start, problems, length),
         }
-        wrong = generate(
-            start, problems.prompts, length=length, samples=4, generator=sampler.manual_seed(artefact.seed)
-        )
+        sampler = _stream(artefact.seed, "margin", device)
+        wrong = generate(start, problems.prompts, length=length, samples=4, generator=sampler)
         judged = verify(wrong, [a for a in problems.answers for _ in range(4)]).correct.view(-1, 4)
         _, rejected, pair = make_pairs(wrong.view(-1, 4, length), judged, problems.solutions)
         if bool(pair.any()):
@@ -777,28 +784,27 @@ class Arithmetic(Workflow):
         return {"solutions": float(verify(problems.solutions, problems.answers).correct.double().mean())}
 
     def cost(self, genome: Genome, sizes: Sizes, data: Data) -> Cost:
-        """FLOPs of one update by 2 N a token forward and 6 N with the gradient, N without the positions."""
-        shapes = self._shapes(sizes)
-        parameters = sum(torch.Size(shape).numel() for shape in shapes.values())
-        weights = parameters - POSITIONS * sizes["width"]
+        """FLOPs of one update: rollouts, reference, and forward and backward (twice the forward) of the responses."""
+        parameters = sum(torch.Size(shape).numel() for shape in self._shapes(sizes).values())
         problems: Problems = data.parts["train"]
-        prompt, answer = problems.prompts.shape[1], self._tokens(sizes, data) / (2 * sizes["micro_batch"])
-        answer /= sizes["accumulate"]
         pairs = sizes["micro_batch"] * sizes["accumulate"]
+        prompt, answer = problems.prompts.shape[1], self._tokens(sizes, data) / (2 * pairs)
         name = genome["post.loss"]
-        seen = 2 * pairs * (prompt + answer)
-        rolled = 0.0
+        asked = tokens = 0.0
         if name in SAMPLING:
             share = {"on-policy": 1.0, "mixed": 0.5, "replay": 1 / REPLAY_EVERY}[str(genome["pairs.source"])]
-            rolled = share * pairs * (1 if name in PAIR_LOSSES else 2) * (prompt + int(genome["pairs.group"]) * answer)
-        flops = weights * (6 * seen + 2 * rolled + (2 * seen if name in REFERENCED else 0))
+            asked = share * pairs * (1 if name in PAIR_LOSSES else 2)
+            tokens = int(genome["pairs.group"]) * answer
+        passes = 3 + (name in REFERENCED)
+        flops = passes * 2 * pairs * forward_flops(sizes, prompt + answer - 1, answer)
+        flops += asked * (forward_flops(sizes, prompt, 1) + tokens * forward_flops(sizes, 1, 1))
         # Weights, gradients and two moments, two frozen copies, and the activations that the gradient needs.
-        activations = (
-            2 * sizes["micro_batch"] * (prompt + sizes["length"]) * sizes["width"] * (1 + 20 * sizes["layers"])
-        )
+        columns = 2 * sizes["micro_batch"] * (prompt + sizes["length"])
+        activations = columns * sizes["width"] * (1 + 20 * sizes["layers"])
         memory = 4 * (6 * parameters + activations) + PROCESS_BYTES
         updates = float(genome["post.steps"]) * sizes["steps"]
-        extra = {"updates": updates, "trained_tokens": updates * self._tokens(sizes, data), "rollout_tokens": rolled}
+        trained = updates * self._tokens(sizes, data)
+        extra = {"updates": updates, "trained_tokens": trained, "rollout_tokens": updates * asked * tokens}
         return Cost(parameters, flops, memory, extra)
 
     def _shapes(self, sizes: Sizes) -> dict[str, list[int]]:
@@ -812,7 +818,7 @@ class Arithmetic(Workflow):
 
     def effect_probe(self, genome: Genome, sizes: Sizes, data: Data) -> dict[str, str]:
         """Trains for a few updates after a short warm-up, the way `train` does, and digests what happened."""
-        few = {"warmup_steps": 12, "warmup_batch": 32, "steps": 8, "micro_batch": 8, "accumulate": 1}
+        few = {"warmup_steps": 12, "warmup_batch": 32, "steps": 6, "micro_batch": 8, "accumulate": 1}
         small = Sizes(sizes.budget, {**sizes.values, **few})
         trace = Trace()
         start = self._warm_up(data, 0, small, "cpu", _unwatched)
