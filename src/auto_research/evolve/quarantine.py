@@ -2,9 +2,9 @@
 
 A candidate lies in `<quarantine>/<name>`: `files/` as they came and `record.json`. Three steps, each a command::
 
-    python -m auto_research.evolve.quarantine stage   NAME SOURCE --generator WHO
-    python -m auto_research.evolve.quarantine check   NAME
-    python -m auto_research.evolve.quarantine approve NAME --digest D --by WHO --into NEW_FOLDER   (or: refuse)
+    auto-research evolve quarantine stage   NAME SOURCE --generator WHO
+    auto-research evolve quarantine check   NAME
+    auto-research evolve quarantine approve NAME --digest D --by WHO --into NEW_FOLDER   (or: refuse)
 
 What is checked, and by which command, is fixed here: nothing in the files chooses it. Checks run in an isolated process
 with a deadline, a memory limit, a bare environment and no network. They find mistakes; malice is found by reading the
@@ -485,7 +485,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The commands of the module's description. Returns the exit code: 0, 1 when a check failed, 2 for bad input."""
     import argparse
 
-    parser = argparse.ArgumentParser(prog=f"python -m {_MODULE}", description="External candidates, kept apart.")
+    parser = argparse.ArgumentParser(prog="auto-research evolve quarantine", description="External candidates.")
     parser.add_argument("--quarantine", type=Path, default=Path("quarantine"), help="folder of all of them")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="show all")
@@ -517,7 +517,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     print(text(record))
     return 1 if given.command == "check" and not record.passed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
