@@ -19,6 +19,7 @@ COMMANDS = {
     "reproduce": "reproduce:reproduce",
     "audit": "audit:audit_app",
     "rehearse": "rehearse:rehearse",
+    "evolve": "evolve:evolve_app",
     "prepare": "prepare:prepare",
     "doctor": "doctor:doctor",
 }

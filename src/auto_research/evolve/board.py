@@ -73,6 +73,8 @@ def headline(record: RunRecord) -> tuple[str, str]:
         if more not in words.casefold():
             words += f"; {more}"
         sentence = re.sub(r"(?i)\bno improvement found[:.] (\w)", lambda m: m[1].upper(), sentence)
+    if record.verdict != "improved":
+        sentence = sentence.replace("Improved: ", "")  # a smoke run's lead, which its verdict does not claim
     first = sentence.partition(" ")[0].rstrip(",.:;")
     return words, sentence[:1].upper() + sentence[1:] if first.isalpha() else sentence
 
