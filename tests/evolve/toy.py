@@ -12,9 +12,10 @@ A line y = 2 x + 0.4 with noise, fitted by mini-batch gradient descent in numpy:
 Faults are planted by environment variables, read where they strike:
 
 * `TOY_FAULT`: hang, nan, memory, always-memory, segfault, kill, exception, io, stall, output, corrupt, peek, disk;
-* `TOY_FAULT_WHERE`: `axis=value`, only candidates that have it; `TOY_FAULT_SEED`: only this seed;
-* `TOY_FAULT_ONCE`: path of a marker file; the fault strikes only once;
-* `TOY_GRANDCHILD`: path that receives the process id of the grandchild that `hang` leaves.
+  `SEED=FAULT,SEED=FAULT` plants one for some seeds, and `once-FAULT` strikes only the first time;
+* `TOY_FAULT_WHERE`: `axis=value`, only candidates that have it;
+* `TOY_NOTES`: folder of the marks of `once-`, and of `hang.json` with the ids of grandchild and child;
+* `TOY_DATA`: changes the data.
 """
 
 from __future__ import annotations
@@ -132,6 +133,7 @@ class ToyWorkflow(Workflow):
 
     def load(self, sizes: Sizes, dataset_dir: Path | None) -> Data:
         parts = {part: self._rows(part, sizes) for part in ("train", "validation")}
+        parts["train"][1][0] += bool(os.environ.get("TOY_DATA"))
         hygiene = disjoint({part: self._texts(part, sizes) for part in ("train", "validation", "test")})
         return Data(parts, {"points": digest(*parts["train"], *parts["validation"])}, hygiene, sizes["rows"], "")
 
@@ -248,7 +250,7 @@ class FixedToy(ToyWorkflow):
 
     def smoke_plan(self) -> list[Genome] | None:
         start = self.space.baseline()
-        return [self.space.resolve({**start, "train.lr": rate}) for rate in (0.02, 0.05, 0.2)]
+        return [self.space.resolve({**start, "train.lr": rate}) for rate in (0.02, 0.1, 0.2)]
 
 
 class HopelessToy(ToyWorkflow):
@@ -272,15 +274,16 @@ def strikes(genome: Genome, seed: int) -> str:
     """The fault planted for this cell, or nothing."""
     fault = os.environ.get("TOY_FAULT", "")
     axis, _, value = os.environ.get("TOY_FAULT_WHERE", "").partition("=")
-    wanted = os.environ.get("TOY_FAULT_SEED", str(seed))
-    if not fault or (axis and str(genome.get(axis)) != value) or wanted != str(seed):
+    if axis and str(genome.get(axis)) != value:
         return ""
-    if once := os.environ.get("TOY_FAULT_ONCE"):
+    if "=" in fault:
+        fault = dict(entry.split("=") for entry in fault.split(",")).get(str(seed), "")
+    if fault.startswith("once-"):
         try:
-            Path(once).touch(exist_ok=False)
+            (Path(os.environ["TOY_NOTES"]) / f"{fault}-{seed}").touch(exist_ok=False)
         except FileExistsError:
             return ""
-    return fault
+    return fault.removeprefix("once-")
 
 
 def plant(fault: str, sizes: Sizes, progress: Progress) -> None:
@@ -288,8 +291,7 @@ def plant(fault: str, sizes: Sizes, progress: Progress) -> None:
     if fault == "hang":  # with a grandchild of its own session; neither reacts to SIGTERM
         code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
         child = subprocess.Popen([sys.executable, "-S", "-c", code], start_new_session=True)
-        if where := os.environ.get("TOY_GRANDCHILD"):
-            Path(where).write_text(json.dumps([child.pid, os.getpid()]))
+        (Path(os.environ["TOY_NOTES"]) / "hang.json").write_text(json.dumps([child.pid, os.getpid()]))
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         step = 3
         while True:  # alive by its heartbeat: only the deadline can end it

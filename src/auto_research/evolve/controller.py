@@ -464,21 +464,17 @@ class _Controller:
                 if (folder / "attempt.json").exists():
                     continue
                 await_end(read_heartbeat(folder), self._grace)
-                if (raw := raw_result(folder)) is not None:
-                    ended = Ended(attempt=Attempt(state="completed", seconds=raw["seconds"]), again=False)
-                else:
-                    beat = read_heartbeat(folder)
-                    ended = Ended(
-                        attempt=Attempt(
-                            state="interrupted",
-                            seconds=0.0,
-                            reason=LOST,
-                            last_step=beat.get("step"),
-                            last_loss=beat.get("loss"),
-                        ),
-                        again=True,
-                    )
+                beat, raw = read_heartbeat(folder), raw_result(folder)
+                attempt = Attempt(
+                    state="completed" if raw is not None else "interrupted",
+                    seconds=raw["seconds"] if raw is not None else 0.0,
+                    reason="" if raw is not None else LOST,
+                    last_step=beat.get("step"),
+                    last_loss=beat.get("loss"),
+                )
+                if raw is None:
                     self.log.append("cell_interrupted", cell=cell, attempt=number, reason=LOST)
+                ended = Ended(attempt=attempt, again=raw is None)
                 write_json_atomic(folder / "attempt.json", ended)
                 shutil.rmtree(folder / "tmp", ignore_errors=True)
 

@@ -128,8 +128,8 @@ def rebuild(folder: Path) -> State:
     state.test = _optional(state, TEST, TestResult, vouched)
     for event in state.events:
         _follow(state, event)
-    for path in sorted(folder.glob("cells/*/result.json")):
-        cell = path.parent.name
+    written = {path.parent.name for path in folder.glob("cells/*/result.json")}
+    for cell in sorted(written | {Path(file).parts[1] for file in vouched if file.startswith("cells/")}):
         result = _optional(state, result_file(cell), CellResult, vouched)
         if result is not None:
             state.cells[cell] = result

@@ -168,10 +168,10 @@ def _status(state: State) -> Any:
         return finished["status"]
     if not state.events:
         return "planned"
-    if controller_alive(state.folder) is not None:
-        return "running"
     last = state.last("created", "resumed", "stopped", "interrupted")
-    return "stopped" if last is not None and last["event"] == "stopped" else "interrupted"
+    if last is not None and last["event"] in ("stopped", "interrupted"):
+        return last["event"]
+    return "running" if controller_alive(state.folder) is not None else "interrupted"
 
 
 def _used(state: State) -> dict[str, float]:
