@@ -30,7 +30,8 @@ class Axis:
         stage: what consumes it: data, model, train, post or inference.
         changes: what a change of it alters at least.
         source: where the values come from (a paper, a measurement).
-        group: of the schedule of later generations (structure, data, post-training, joint).
+        group: of the schedule of later generations (structure, data, post-training, joint); `control` marks a negative
+            control, which only a plan or a user sets and no sampler draws.
     """
 
     name: str

@@ -81,11 +81,14 @@ def rounded(axis: Axis, value: float) -> float:
     return min(axis.high, max(axis.low, float(f"{value:.6g}")))
 
 
-def suggest(trial: optuna.Trial, space: Space) -> Genome:
-    """A genome from a trial that was asked: axes in their order, those alone whose conditions hold (define by run)."""
-    genome: Genome = {}
+def suggest(trial: optuna.Trial, space: Space, fixed: Genome | None = None) -> Genome:
+    """A genome from a trial that was asked: axes in their order, those alone whose conditions hold (define by run).
+
+    `fixed` axes are not asked for.
+    """
+    genome: Genome = dict(fixed or {})
     for axis in space.axes:
-        if not space.active(genome, axis):
+        if axis.name in genome or not space.active(genome, axis):
             continue
         if axis.kind in ("float", "log-float"):
             value = trial.suggest_float(axis.name, axis.low, axis.high, log=axis.kind == "log-float")
@@ -180,11 +183,14 @@ def ask(config: RunConfig, workflow: Workflow, study: optuna.Study, generation: 
     trials = study.get_trials(deepcopy=False)
     completed = sum(trial.state == states.COMPLETE for trial in trials)
     study.sampler = sampler(config, generation, len(trials), completed)
-    always = {axis.name: distribution(axis) for axis in workflow.space.axes if not axis.condition}
+    axes = workflow.space.axes
+    # A negative control would only make the search worse: it keeps the baseline's value.
+    controls = {axis.name: config.changes.get(axis.name, axis.start) for axis in axes if axis.group == "control"}
+    always = {axis.name: distribution(axis) for axis in axes if not axis.condition and axis.name not in controls}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of samplers about conditional axes, which they draw independently
         trial = study.ask(fixed_distributions=always)
-        return trial, workflow.space.resolve(suggest(trial, workflow.space))
+        return trial, workflow.space.resolve(suggest(trial, workflow.space, controls))
 
 
 # -------------------------------------------------------------------------------------------------- databases

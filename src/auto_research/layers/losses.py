@@ -11,6 +11,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
+def sigmoid_pairs(scores: Tensor, positive: Tensor) -> Tensor:
+    """Sigmoid loss of all pairs of a batch (arXiv:2303.15343): each pair is a decision of its own.
+
+    -1/B Σ_ij log σ(z_ij · s_ij), z = +1 for a positive pair and -1 otherwise. Shapes: scores (B, M), positive (B, M)
+    bool. In float32 at least.
+    """
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    return F.softplus(torch.where(positive, -scores, scores)).sum() / len(scores)
+
+
 def in_batch_softmax(users: Tensor, items: Tensor, ids: Tensor, positive: Tensor, *, scale: float = 20.0) -> Tensor:
     """Softmax of each positive pair against the items of the other rows: mean over pairs (arXiv:2405.03988).
 

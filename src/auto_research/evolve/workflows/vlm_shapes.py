@@ -1,0 +1,560 @@
+"""A small vision-language model that answers questions about generated shapes in words.
+
+Patches pass an encoder and a connector, and a causal decoder reads [visual tokens; question] and generates the answer
+word by word; an answer counts when all its words and its end agree. Colour and shape can be told from a bag of patches,
+a place cannot: the model without positions is the built-in negative control, and its ceiling is an anchor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import numpy as np
+
+from auto_research.data import shapes
+from auto_research.evolve.space import Axis, Genome, Space
+from auto_research.evolve.workflow import (
+    Cost,
+    Data,
+    Described,
+    Evidence,
+    Level,
+    NonFinite,
+    Operator,
+    Progress,
+    Scores,
+    Sizes,
+    Workflow,
+    digest,
+    disjoint,
+)
+from auto_research.runtime.budget import Budget
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from auto_research.layers.vision_language import Objective, VisionLanguageConfig, VisionLanguageModel
+    from auto_research.tasks.base import Batch, Recipe
+
+PAD, END = "<pad>", "<end>"
+VOCABULARY = tuple(dict.fromkeys([PAD, END, *" ".join(shapes.QUESTIONS + shapes.ANSWERS).split()]))
+"""Words of questions and answers; padding is token 0 and the end of an answer token 1."""
+QUESTION_TOKENS = max(len(text.split()) for text in shapes.QUESTIONS)
+ANSWER_TOKENS = max(len(text.split()) for text in shapes.ANSWERS) + 1
+HIDDEN_SHARE = 0.25
+"""Patches hidden in a masked view."""
+HEADS = 4
+HEARTBEAT_STEPS = 10
+PROBE_STEPS = 3
+EVALUATION_BATCH = 300
+PROCESS_BYTES = 500 * 2**20
+"""Of a process that has imported torch."""
+
+
+def encode(text: str) -> list[int]:
+    """Tokens of known words."""
+    return [VOCABULARY.index(word) for word in text.split()]
+
+
+def question_tokens() -> Tensor:
+    """Tokens of each question (3, Q), padded on the left, so that every answer begins at the same place."""
+    import torch
+
+    rows = [encode(text) for text in shapes.QUESTIONS]
+    return torch.tensor([[0] * (QUESTION_TOKENS - len(row)) + row for row in rows])
+
+
+def answer_tokens() -> Tensor:
+    """Tokens of each answer (9, A): its words, the end, padding."""
+    import torch
+
+    rows = [[*encode(text), VOCABULARY.index(END)] for text in shapes.ANSWERS]
+    return torch.tensor([row + [0] * (ANSWER_TOKENS - len(row)) for row in rows])
+
+
+def captions(scenes: shapes.Scenes) -> Tensor:
+    """What is on each picture in four words, such as `red cross top left`: (N, 4), for the image-text loss."""
+    import torch
+
+    texts = [" ".join(shapes.ANSWERS[answer] for answer in row) for row in scenes.answers.tolist()]
+    return torch.tensor([encode(text) for text in texts])
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Training and validation pictures, and mean and standard deviation of the training pixels in [0, 1]."""
+
+    train: shapes.Scenes
+    validation: shapes.Scenes
+    pixels: tuple[float, float]
+
+
+def pixel_statistics(images: np.ndarray) -> tuple[float, float]:
+    """Mean and standard deviation of uint8 pixels as shares of 255, to four digits: the same on every machine."""
+    counts = np.bincount(images.reshape(-1), minlength=256)
+    share, value = counts / counts.sum(), np.arange(256) / 255
+    mean = float(share @ value)
+    return round(mean, 4), round(float(share @ (value - mean) ** 2) ** 0.5, 4)
+
+
+class VisualShapes(Workflow):
+    """See the module."""
+
+    key: ClassVar[str] = "vlm-shapes"
+    title: ClassVar[str] = "micro-VLM / visual-shapes"
+    model: ClassVar[str] = "patch encoder, connector and causal decoder"
+    dataset: ClassVar[str] = "visual-shapes (generated)"
+    metric: ClassVar[str] = "accuracy"
+    level: ClassVar[Level] = "L0 mechanism"
+    schedule: ClassVar[tuple[tuple[str, ...], ...]] = (
+        ("structure",),
+        ("post-training",),
+        ("joint",),
+        ("structure", "post-training", "joint"),
+    )
+    space: ClassVar[Space] = Space(
+        (
+            Axis(
+                "model.connector",
+                values=("linear", "mlp", "resampler", "pixel-shuffle", "gated"),
+                source="LLaVA, BLIP-2, SmolVLM, Flamingo; see the operators",
+            ),
+            Axis(
+                "train.objective",
+                values=("next-token", "sigmoid", "masked-view", "sigmoid+masked-view"),
+                stage="train",
+                changes="loss",
+                source="arXiv:2502.14786: the answer's loss alone, or with auxiliary losses added",
+                group="post-training",
+            ),
+            Axis(
+                "train.auxiliary",
+                "log-float",
+                low=0.03,
+                high=1.0,
+                default=0.1,
+                condition={"train.objective": ("sigmoid", "masked-view", "sigmoid+masked-view")},
+                stage="train",
+                changes="loss",
+                source="weight of each auxiliary loss",
+                group="post-training",
+            ),
+            Axis("model.width", "int", (64, 32, 96), changes="compute", source="multiples of the heads", group="joint"),
+            Axis("model.layers", "int", (2, 1, 3), changes="compute", source="of the decoder", group="joint"),
+            Axis(
+                "train.lr",
+                "log-float",
+                low=3e-4,
+                high=6e-3,
+                default=2e-3,
+                stage="train",
+                changes="loss",
+                source="about the measured 2e-3",
+                group="joint",
+            ),
+            Axis(
+                "train.batch",
+                "int",
+                (48, 24, 96),
+                stage="train",
+                changes="data",
+                source="question-answer pairs a step: all three of a picture",
+                group="joint",
+            ),
+            Axis(
+                "model.positions",
+                values=("on", "off"),
+                source="negative control: without, a place cannot be told",
+                group="control",
+            ),
+        )
+    )
+    operators: ClassVar[tuple[Operator, ...]] = (
+        Operator(
+            "mlp",
+            "Two-layer connector",
+            {"model.connector": ("mlp",)},
+            "arXiv:2310.03744",
+            "core_mechanism",
+            keywords=("connector", "projector", "mlp", "llava", "连接器", "Projektor"),
+            code=("auto_research.layers.vision_language.MLP",),
+        ),
+        Operator(
+            "resampler",
+            "Learned queries that attend to the patches",
+            {"model.connector": ("resampler",)},
+            "arXiv:2301.12597",
+            "simplified",
+            omitted=("the Q-Former's depth and text branch", "its image-text pre-training"),
+            keywords=(
+                "connector",
+                "resampler",
+                "queries",
+                "q-former",
+                "blip",
+                "compression",
+                "连接器",
+                "重采样",
+                "压缩",
+            ),
+            code=("auto_research.layers.vision_language.Resampler",),
+        ),
+        Operator(
+            "pixel-shuffle",
+            "Neighbouring patches folded into channels",
+            {"model.connector": ("pixel-shuffle",)},
+            "arXiv:2504.05299",
+            "core_mechanism",
+            keywords=("connector", "pixel", "shuffle", "smolvlm", "compression", "tokens", "连接器", "压缩"),
+            code=("auto_research.layers.vision_language.PixelShuffle",),
+        ),
+        Operator(
+            "gated",
+            "Residual connector behind a tanh gate",
+            {"model.connector": ("gated",)},
+            "arXiv:2204.14198",
+            "simplified",
+            omitted=("the gated cross-attention layers inside the language model",),
+            keywords=("connector", "gate", "gated", "flamingo", "连接器", "门控"),
+            code=("auto_research.layers.vision_language.Gated",),
+        ),
+        Operator(
+            "sigmoid-loss",
+            "Sigmoid image-text loss",
+            {"train.objective": ("sigmoid", "sigmoid+masked-view")},
+            "arXiv:2502.14786",
+            "core_mechanism",
+            omitted=("separate towers: the text is read by the decoder itself",),
+            keywords=("objective", "loss", "contrastive", "sigmoid", "siglip", "alignment", "目标", "对比"),
+            code=(
+                "auto_research.layers.losses.sigmoid_pairs",
+                "auto_research.layers.vision_language.ImageTextContrast",
+                "auto_research.layers.vision_language.contrast_loss",
+            ),
+        ),
+        Operator(
+            "masked-view",
+            "Masked-view consistency",
+            {"train.objective": ("masked-view", "sigmoid+masked-view")},
+            "arXiv:2502.14786",
+            "simplified",
+            omitted=("the moving-average teacher: the model's own full view, without gradient", "local crops"),
+            keywords=("objective", "loss", "masked", "consistency", "self-supervised", "siglip", "目标", "掩码"),
+            code=("auto_research.layers.vision_language.masked_view_loss",),
+        ),
+    )
+    evidence: ClassVar[tuple[Evidence, ...]] = (
+        Evidence(
+            "Honeybee: convolutional and deformable abstractors",
+            "arXiv:2312.06742",
+            "there is no operator for its abstractors",
+            "a connector that pools with convolutions over the grid of patches",
+            ("connector", "abstractor", "locality", "连接器"),
+        ),
+        Evidence(
+            "LLaVA-UHD: pictures of any size in slices",
+            "arXiv:2403.11703",
+            "all pictures here have one size, and a slice would hold a whole object",
+            "pictures of several sizes and a slicing axis",
+            ("resolution", "slices", "tiling", "分辨率"),
+        ),
+    )
+
+    def sizes(self, budget: Budget) -> Sizes:
+        steps, train = {"smoke": (600, 4000), "standard": (1200, 8000), "full": (6000, 40_000)}[budget]
+        return Sizes(budget, {"steps": steps, "train": train, "validation": 600, "test": 600})
+
+    def smoke_plan(self) -> list[Genome]:
+        start = self.space.baseline()
+        return [
+            {**start, "model.connector": "resampler"},
+            {**start, "model.connector": "pixel-shuffle"},
+            {**start, "model.positions": "off"},
+        ]
+
+    # -------------------------------------------------------------------------------------------------- data
+
+    def load(self, sizes: Sizes, dataset_dir: Path | None) -> Data:
+        """Generated; `dataset_dir` is not used. The test part lends the names of its layouts to the split check."""
+        train = shapes.scenes("train", sizes["train"])
+        parts = Parts(train, shapes.scenes("validation", sizes["validation"]), pixel_statistics(train.images))
+        hygiene = disjoint(
+            {
+                "train": parts.train.keys,
+                "validation": parts.validation.keys,
+                "test": shapes.keys("test", sizes["test"]),
+            }
+        )
+        digests = {
+            "train": digest(parts.train.images, parts.train.attributes),
+            "validation": digest(parts.validation.images, parts.validation.attributes),
+            "vocabulary": digest(VOCABULARY),
+        }
+        return Data(parts, digests, hygiene, hygiene["distinct validation"])
+
+    def load_test(self, sizes: Sizes, dataset_dir: Path | None) -> Any:
+        return shapes.scenes("test", sizes["test"])
+
+    def floors(self, data: Data, sizes: Sizes) -> dict[str, float]:
+        """Each question's most frequent training answer, and a guess among the answers of the question."""
+        parts: Parts = data.parts
+        usual = [np.bincount(parts.train.attributes[:, q]).argmax() for q in range(len(shapes.QUESTIONS))]
+        return {
+            "most frequent training answer": float((parts.validation.attributes == np.array(usual)).mean()),
+            "uniform guess": float(np.mean([1 / len(choices) for choices in shapes.CHOICES])),
+        }
+
+    def anchors(self, data: Data, sizes: Sizes) -> dict[str, float]:
+        """The best that can be answered from colour and shape alone: their most frequent place, known in hindsight."""
+        attributes = data.parts.validation.attributes
+        table = np.zeros((len(shapes.COLOURS), len(shapes.SHAPES), len(shapes.PLACES)))
+        np.add.at(table, tuple(attributes.T), 1)
+        place = table.max(-1).sum() / len(attributes)
+        return {"ceiling of a position-blind model": float((2 + place) / 3)}
+
+    # ------------------------------------------------------------------------------------------------- model
+
+    def _config(self, genome: Genome, data: Data) -> VisionLanguageConfig:
+        from auto_research.layers.vision_language import VisionLanguageConfig
+
+        mean, deviation = data.parts.pixels
+        return VisionLanguageConfig(
+            vocabulary=len(VOCABULARY),
+            text=QUESTION_TOKENS + ANSWER_TOKENS,
+            dim=int(genome["model.width"]),
+            heads=HEADS,
+            layers=int(genome["model.layers"]),
+            connector=cast(Any, genome["model.connector"]),
+            positions=genome["model.positions"] == "on",
+            contrast="sigmoid" in str(genome["train.objective"]),
+            side=shapes.SIDE,
+            mean=mean,
+            deviation=deviation,
+        )
+
+    def _build(self, genome: Genome, data: Data, seed: int, device: str) -> VisionLanguageModel:
+        import torch
+
+        from auto_research.layers.vision_language import VisionLanguageModel
+
+        with torch.random.fork_rng(devices=[]):  # drawn on the CPU: one seed, one model on every device
+            torch.manual_seed(seed)
+            return VisionLanguageModel(self._config(genome, data)).to(device)
+
+    def _recipe(self, genome: Genome) -> Recipe:
+        from auto_research.tasks.base import Recipe
+
+        return Recipe(learning_rate=float(genome["train.lr"]), batch_size=int(genome["train.batch"]), schedule="cosine")
+
+    def batches(self, scenes: shapes.Scenes, batch: int, seed: int, device: str) -> Iterator[Batch]:
+        """Endless batches of pictures with their three questions, in random order, every picture once an epoch.
+
+        A batch of B pairs holds B/3 pictures, or all if there are no more. Their order, `picture`, depends on seed and
+        batch size alone. Answers and captions are targets only.
+        """
+        import torch
+
+        from auto_research.layers.vision_language import VisionLanguageConfig
+
+        draw = torch.Generator().manual_seed(seed)
+        images, truth = torch.from_numpy(scenes.images).to(device), torch.from_numpy(scenes.answers).to(device)
+        words = captions(scenes).to(device)
+        questions, answers = question_tokens().to(device), answer_tokens().to(device)
+        rows, patches = min(batch // len(questions), len(scenes)), (shapes.SIDE // VisionLanguageConfig.patch) ** 2
+        while True:
+            order = torch.randperm(len(scenes), generator=draw)
+            for picture in order[: len(order) - len(order) % rows].split(rows):
+                hidden = torch.rand(rows, patches, generator=draw).argsort(1) < round(HIDDEN_SHARE * patches)
+                picture = picture.to(device)
+                yield {
+                    "picture": picture,
+                    "images": images[picture].float() / 255,
+                    "question": questions.expand(rows, -1, -1),
+                    "answer": answers[truth[picture]],
+                    "caption": words[picture],
+                    "hidden": hidden.to(device),
+                }
+
+    def _loss(self, genome: Genome) -> Callable[[VisionLanguageModel, Batch], Tensor]:
+        from auto_research.layers.vision_language import training_loss
+
+        objective = cast("Objective", genome["train.objective"])
+        weight = float(genome.get("train.auxiliary", 0.0))
+        return lambda model, batch: training_loss(model, batch, objective, weight)
+
+    def _fit(
+        self, genome: Genome, data: Data, seed: int, steps: int, device: str, progress: Progress | None
+    ) -> tuple[VisionLanguageModel, list[float]]:
+        """The trained model and the loss of each step."""
+        from auto_research.tasks.base import NonFiniteLoss, train_steps
+
+        model, recipe, loss = self._build(genome, data, seed, device), self._recipe(genome), self._loss(genome)
+        latest: list[Tensor] = []
+
+        def compute(batch: Batch) -> Tensor:
+            value = loss(model, batch)
+            latest[:] = [value.detach()]
+            return value
+
+        def report(step: int) -> None:
+            if progress is not None and ((step + 1) % HEARTBEAT_STEPS == 0 or step + 1 == steps):
+                progress(step + 1, float(latest[0]))
+
+        batches = self.batches(data.parts.train, recipe.batch_size, seed, device)
+        try:
+            losses = train_steps(model, batches, steps=steps, recipe=recipe, loss=compute, after_step=report)
+        except NonFiniteLoss as error:
+            raise NonFinite(str(error)) from error
+        return model.eval(), losses
+
+    def train(self, genome: Genome, data: Data, seed: int, sizes: Sizes, device: str, progress: Progress) -> Any:
+        return self._fit(genome, data, seed, sizes["steps"], device, progress)[0]
+
+    def save(self, artefact: Any, folder: Path) -> None:
+        from safetensors.torch import save_file
+
+        state = {name: value.detach().cpu().contiguous() for name, value in artefact.state_dict().items()}
+        save_file(state, folder / "model.safetensors")
+
+    def restore(self, genome: Genome, data: Data, folder: Path, sizes: Sizes, device: str) -> Any:
+        from safetensors.torch import load_file
+
+        model = self._build(genome, data, 0, "cpu")
+        model.load_state_dict(load_file(folder / "model.safetensors"))
+        return model.to(device).eval()
+
+    # -------------------------------------------------------------------------------------------- evaluation
+
+    def validate(self, artefact: Any, data: Data, sizes: Sizes, device: str) -> Scores:
+        return evaluate(artefact, data.parts.validation, device)
+
+    def test(self, artefact: Any, test: Any, data: Data, sizes: Sizes, device: str) -> Scores:
+        return evaluate(artefact, test, device)
+
+    # ------------------------------------------------------------------------------------- before it runs
+
+    def cost(self, genome: Genome, sizes: Sizes, data: Data) -> Cost:
+        """Counted on one training step (forward and backward) on the CPU."""
+        import torch
+
+        from auto_research.runtime.evidence import DeviceWork
+
+        model, recipe, train = self._build(genome, data, 0, "cpu"), self._recipe(genome), data.parts.train
+        batch = next(self.batches(_first(train, recipe.batch_size), recipe.batch_size, 0, "cpu"))
+        with DeviceWork("cost") as work:
+            self._loss(genome)(model, batch).backward()
+        counts = work.counts()["cpu"]
+        with torch.no_grad():
+            visual = model.see(model.encoder(batch["images"][:1])).shape[1]
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        # Adam keeps weight, gradient and two moments; what the step allocated bounds its activations.
+        memory = PROCESS_BYTES + 2 * train.images.nbytes + 16 * parameters + counts["bytes"]
+        return Cost(parameters, float(counts["flops"]), memory, {"visual_tokens": float(visual)})
+
+    def describe(self, genome: Genome, sizes: Sizes, data: Data) -> Described:
+        import torch
+
+        from auto_research.layers.vision_language import VisionLanguageModel
+
+        config, recipe = self._config(genome, data), asdict(self._recipe(genome))
+        recipe.pop("validations")  # there is no look at validation during training
+        with torch.device("meta"):
+            model = VisionLanguageModel(config)
+        loss: dict[str, Any] = {"name": genome["train.objective"]}
+        if "train.auxiliary" in genome:
+            loss["auxiliary"] = genome["train.auxiliary"]
+        if "masked-view" in str(genome["train.objective"]):
+            loss["hidden share"] = HIDDEN_SHARE
+        return Described(
+            {"model": asdict(config), "recipe": recipe, "steps": sizes["steps"], "vocabulary": list(VOCABULARY)},
+            {name: list(parameter.shape) for name, parameter in model.named_parameters()},
+            loss,
+        )
+
+    def effect_probe(self, genome: Genome, sizes: Sizes, data: Data) -> dict[str, str]:
+        """Three real steps on the first pictures: what the model gives, its losses, the order of pictures, its words.
+
+        Forward and words are the untrained model's, the losses and the order those of training.
+        """
+        import torch
+
+        train, some = _first(data.parts.train, 64), _first(data.parts.validation, 8)
+        few = Data(Parts(train, some, data.parts.pixels), {}, {}, len(some))
+        model = self._build(genome, few, 0, "cpu").eval()
+        visual = see(model, some.images, "cpu")
+        question = question_tokens()[:1].expand(len(visual), -1)
+        with torch.no_grad():
+            logits = model(visual, question)
+        _, losses = self._fit(genome, few, 0, PROBE_STEPS, "cpu", None)
+        batches = self.batches(train, self._recipe(genome).batch_size, 0, "cpu")
+        cost = self.cost(genome, sizes, data)
+        return {
+            "forward": digest(logits),
+            "loss": digest(losses),
+            "data_order": digest(*(next(batches)["picture"] for _ in range(PROBE_STEPS))),
+            "generated": digest(model.generate(visual, question, ANSWER_TOKENS)),
+            "cost": digest(cost.parameters, cost.flops, cost.extra),
+        }
+
+
+def _first(scenes: shapes.Scenes, count: int) -> shapes.Scenes:
+    return shapes.Scenes(scenes.images[:count], scenes.attributes[:count], scenes.keys[:count])
+
+
+def see(model: VisionLanguageModel, images: np.ndarray, device: str) -> Tensor:
+    """Visual tokens (N, V, dim) of pictures (N, 3, 32, 32) uint8."""
+    import torch
+
+    with torch.no_grad():
+        parts = torch.from_numpy(images).split(EVALUATION_BATCH)
+        return torch.cat([model.see(model.encoder(part.to(device).float() / 255)) for part in parts])
+
+
+def answer(model: VisionLanguageModel, visual: Tensor) -> Tensor:
+    """Greedy answers (N, 3, A) to the three questions about pictures seen as visual tokens (N, V, dim)."""
+    import torch
+
+    questions = question_tokens().to(visual.device)
+    parts = visual.split(EVALUATION_BATCH)
+    given = [model.generate(part, questions.repeat(len(part), 1), ANSWER_TOKENS) for part in parts]
+    return torch.cat(given).unflatten(0, (-1, len(questions)))
+
+
+def evaluate(model: VisionLanguageModel, scenes: shapes.Scenes, device: str) -> Scores:
+    """Exact-match accuracy of generated answers, and of the same with the wrong picture and without one.
+
+    Units are pictures: the share of the three questions answered. Visual dependency is the accuracy minus that with
+    the pictures exchanged in a fixed order (no picture keeps its place); answers that name none of the nine count as
+    wrong. `composite` adds a quarter of the dependency, where positive, to the accuracy.
+    """
+    import torch
+
+    truth = answer_tokens().to(device)[torch.from_numpy(scenes.answers).to(device)]  # (N, 3, A)
+    visual = see(model, scenes.images, device)
+    given = answer(model, visual)
+    right = (given == truth).all(-1).double().cpu()
+    # Said of picture i, asked about its neighbour in a random circle.
+    circle = torch.from_numpy(np.random.default_rng(0).permutation(len(scenes)))
+    wrong_picture = torch.empty_like(circle)
+    wrong_picture[circle] = circle.roll(1)
+    shuffled = (given[wrong_picture.to(device)] == truth).all(-1).double().cpu()
+    blank = (answer(model, see(model, shapes.blank()[None], device)) == truth).all(-1).double().cpu()
+    known = (given[:, :, None] == answer_tokens().to(device)).all(-1).any(-1).double().cpu()
+    untrained = torch.from_numpy(scenes.untrained)
+    accuracy, dependency = float(right.mean()), float(right.mean() - shuffled.mean())
+    metrics = {
+        "accuracy": accuracy,
+        **{f"accuracy_{topic}": float(right[:, q].mean()) for q, topic in enumerate(shapes.TOPICS)},
+        "shuffled_accuracy": float(shuffled.mean()),
+        "blank_accuracy": float(blank.mean()),
+        "visual_dependency": dependency,
+        "composite": accuracy + 0.25 * max(0.0, dependency),
+        "known_answers": float(known.mean()),
+    }
+    for name, rows in (("trained", ~untrained), ("untrained", untrained)):
+        if bool(rows.any()):
+            metrics[f"accuracy_{name}_combinations"] = float(right[rows].mean())
+    return Scores(metrics, right.mean(1).tolist())
