@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import pytest
-from toy import FixedToy, ToyWorkflow
+from toy import DeterministicToy, FixedToy, ToyWorkflow
 
 from auto_research.evolve.genome import find_operators
 from auto_research.evolve.plan import baseline_genome, cost_estimate, plan_generation, random_plan, runs
 from auto_research.evolve.promotion import decide, summarise
 from auto_research.evolve.records import Candidate, CellResult, Plan, RunConfig, Trial
 from auto_research.evolve.space import Axis, Constraint, Genome, Space
-from auto_research.evolve.workflow import Operator, Sizes, Workflow
+from auto_research.evolve.workflow import Cost, Operator, Sizes, Workflow
 from auto_research.runtime.errors import UserError
 
 TOY = ToyWorkflow()
@@ -363,6 +363,8 @@ def test_smoke_runs_follow_the_workflows_own_plan() -> None:
     assert all(c.parents == [plans[2].parent] for c in plans[2].candidates)  # used up: the general plan goes on
     moved = search(config(budget="smoke", generations=1, population=2, changes={"train.lr": 0.2}), Short())[0][1]
     assert [c.genome["train.lr"] for c in moved.candidates] == [0.2, 0.1]
+    wider = search(config(budget="smoke", generations=1, population=4), Short())[0][1]
+    assert [c.operators for c in wider.candidates] == [["exchange"], ["bias"], ["bias"], ["decor"]]  # none twice
     standard = search(config(generations=1, population=2), Short())[0][1]
     assert [c.operators for c in standard.candidates] == [["bias"], ["exchange"]]
     directed = search(config(budget="smoke", generations=1, population=1, direction="intercept"), Short())[0][1]
@@ -383,3 +385,17 @@ def test_cost_counts_every_cell_and_scales_with_flops() -> None:
     assert found.seconds is None
     assert found.peak_memory_bytes == 1_000_000
     assert cost_estimate(settings, TOY, plans, trials).seconds == pytest.approx(2.0 * found.baseline_runs)
+
+
+def test_cost_of_a_deterministic_workflow_and_of_longer_trainings() -> None:
+    class Longer(DeterministicToy):
+        def cost(self, genome: Genome, sizes: Sizes, data: Any) -> Cost:
+            return Cost(1, 4.0, 1, {"training_steps": 30.0 if genome["model.bias"] == "on" else 10.0})
+
+    settings = config(generations=1, population=2, random_search=False)
+    first = plan_generation(settings, Longer(), 0, None, [], SIZES, DATA)
+    done = [fake(first.candidates[0], 0.5)]
+    second = plan_generation(settings, Longer(), 1, None, done, SIZES, DATA)
+    found = cost_estimate(settings, Longer(), [first, second])
+    assert found.cells == found.trials == 3  # seeds change nothing: one cell each
+    assert found.baseline_runs == pytest.approx(1 + 3 + 1)

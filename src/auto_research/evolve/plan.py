@@ -194,7 +194,8 @@ def _proposals(
     if not wanted:
         return general
     notes.append("the smoke run of this workflow has a plan of its own")
-    return itertools.chain((Proposal(genome, (baseline,)) for genome in wanted), general)
+    rest = (proposal for proposal in general if proposal.sampler != "planned" or proposal.genome not in wanted)
+    return itertools.chain((Proposal(genome, (baseline,)) for genome in wanted), rest)
 
 
 def _untried(genomes: Iterable[Genome], tried: Sequence[Genome]) -> Iterator[Genome]:
@@ -436,7 +437,8 @@ class CostEstimate(Part):
     Attributes:
         trials: candidates of the search, baseline included.
         cells: processes that train: trials times seeds, the confirmation and the random search.
-        baseline_runs: their FLOPs, in runs of the baseline; generations not planned yet count as the mean so far.
+        baseline_runs: their training FLOPs, in runs of the baseline; generations that are not planned yet count as
+            the mean so far.
         peak_memory_bytes: of the largest planned candidate.
         seconds: of processor time, one cell after another; None until the baseline was measured.
     """
@@ -451,18 +453,23 @@ class CostEstimate(Part):
     seconds: float | None = None
 
 
+def _work(candidate: Candidate) -> float:
+    """FLOPs of a whole training where the workflow names its steps as a cost `training_steps`, else of one step."""
+    return candidate.flops * candidate.cost.get("training_steps", 1.0)
+
+
 def cost_estimate(
     config: RunConfig, workflow: Workflow, plans: Sequence[Plan], trials: Sequence[Trial] = ()
 ) -> CostEstimate:
     """The cost of a whole run from the plans made so far, generation 0 first, and measured baseline cells if any."""
     planned = [candidate for plan in plans for candidate in plan.candidates if runs(candidate)]
     baseline = planned[0]
-    shares = [c.flops / baseline.flops if baseline.flops else 1.0 for c in planned]
+    shares = [_work(c) / _work(baseline) if baseline.flops else 1.0 for c in planned]
     usual = float(np.mean(shares[1:])) if len(shares) > 1 else 1.0
     later = max(0, config.generations + 1 - len(plans)) * config.population
     if not workflow.select:
         later = min(later, max(0, len(workflow.points(config.budget)) - len(planned)))
-    seeds = len(config.seeds)
+    seeds = len(config.seeds) if workflow.stochastic else 1
     confirm = 2 * len(config.confirm_seeds) if workflow.select and workflow.stochastic else 0
     random = config.generations * config.population * seeds if config.random_search and workflow.select else 0
     search = (len(planned) + later) * seeds
