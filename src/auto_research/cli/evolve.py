@@ -9,8 +9,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -564,9 +563,8 @@ def _start(config: RunConfig, root: Path) -> None:
 
 
 def _drive(workflow: str, folder: Path, call: Callable[[Callable[[dict[str, Any]], None]], RunRecord]) -> None:
-    """Runs `call` under a live view, then draws the board, prints the result and sets the exit code."""
+    """Runs `call` under a live view, then prints the result and sets the exit code."""
     from auto_research.cli.evolve_view import LiveView, print_result
-    from auto_research.evolve.board import write_board
     from auto_research.evolve.controller import RunStopped
     from auto_research.evolve.workflows import workflow as find_workflow
 
@@ -577,27 +575,14 @@ def _drive(workflow: str, folder: Path, call: Callable[[Callable[[dict[str, Any]
     except RunStopped as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
-    with _resumable(folder):
-        path = write_board(folder, record)
     console = _console()
     print_result(record, console)
-    console.print(f"Board: {path}", soft_wrap=True)
+    console.print(f"Board: {folder / 'board.html'}", soft_wrap=True)
     if record.status in ("interrupted", "stopped"):
         print(f"{record.status}; `auto-research evolve resume {folder}` goes on", file=sys.stderr)
         raise typer.Exit(INTERRUPTED)
     if record.status == "nothing completed":
         raise typer.Exit(NOTHING_COMPLETED)
-
-
-@contextmanager
-def _resumable(folder: Path) -> Iterator[None]:
-    """A board that finds no room on the disk is no bad input: the run itself is whole."""
-    try:
-        yield
-    except UserError as error:
-        print(f"error: the board was not drawn: {error} `auto-research evolve board {folder}` draws it.",
-              file=sys.stderr)  # fmt: skip
-        raise typer.Exit(INTERRUPTED) from None
 
 
 def _show_plan(config: RunConfig, root: Path, *, as_json: bool) -> None:

@@ -732,7 +732,7 @@ def write_board(folder: Path, record: RunRecord | None = None) -> Path:
     Raises `UserError` when the folder holds no run or cannot be written.
     """
     if record is None:
-        from auto_research.evolve.controller import read_run
+        from auto_research.evolve.reading import read_run
 
         record = read_run(folder)
     path = Path(folder) / "board.html"

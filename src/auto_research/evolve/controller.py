@@ -36,6 +36,7 @@ from pydantic import ValidationError
 
 from auto_research.evolve import events as files
 from auto_research.evolve.attempts import LOST, Ended, await_end, next_change, raw_result, read_attempts
+from auto_research.evolve.board import write_board
 from auto_research.evolve.cells import (
     CHECKPOINTS,
     HEARTBEAT,
@@ -333,6 +334,7 @@ def _drive(folder: Path, config: RunConfig, on_event: OnEvent | None) -> RunReco
                 controller.log.append(how)
         record = read_run(folder)
         write_json_atomic(folder / files.RECORD, record)
+        write_board(folder, record)
     except UserError as error:
         cause = error.__cause__
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
