@@ -190,3 +190,14 @@ def test_a_memory_may_have_another_width() -> None:
     )
     padded = torch.nn.functional.pad(memory, (0, 3))
     torch.testing.assert_close(attention(x, memory), widened(x, padded))
+
+
+def test_a_cache_repeats_its_rows_next_to_each_other():
+    cache = KVCache(torch.arange(2.0).view(2, 1, 1, 1).requires_grad_(), torch.zeros(2, 1, 1, 1))
+    start = cache.key
+    cache.repeat(3)
+    assert cache.key.flatten().tolist() == [0, 0, 0, 1, 1, 1]
+    assert cache.value.shape == (6, 1, 1, 1)
+    (cache.key.flatten() * torch.arange(6)).sum().backward()
+    assert start.grad.flatten().tolist() == [0 + 1 + 2, 3 + 4 + 5]
+    KVCache().repeat(2)

@@ -93,6 +93,12 @@ class KVCache:
             self.value = torch.cat([self.value, value], dim=2)
         return self.key, self.value
 
+    def repeat(self, times: int) -> None:
+        """Repeats every batch row, copies adjacent; gradients of the copies add up."""
+        if self.key is not None and self.value is not None and times > 1:
+            self.key = self.key[:, None].expand(-1, times, -1, -1, -1).flatten(0, 1)
+            self.value = self.value[:, None].expand(-1, times, -1, -1, -1).flatten(0, 1)
+
     def select(self, rows: Tensor) -> None:
         """Keeps (or repeats) batch rows (R,), as a beam search does when it reorders its beams."""
         if self.key is not None and self.value is not None:

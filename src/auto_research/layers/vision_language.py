@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from auto_research.layers.attention import MultiHeadAttention, causal_mask
 from auto_research.layers.losses import sigmoid_pairs
-from auto_research.layers.transformer import BlockCache, TransformerEncoder, reorder_cache
+from auto_research.layers.transformer import BlockCache, TransformerEncoder
 
 ConnectorKind = Literal["linear", "mlp", "resampler", "pixel-shuffle", "gated"]
 Objective = Literal["next-token", "sigmoid", "masked-view", "sigmoid+masked-view"]
@@ -272,8 +272,8 @@ class VisionLanguageModel(nn.Module):
         """
         cache = self.decoder.new_cache()
         self.decoder(visual, cache=cache, latest=1)
-        if rows > len(visual):
-            reorder_cache(cache, torch.arange(rows, device=visual.device) // (rows // len(visual)))
+        for entry in cache:
+            entry.own.repeat(rows // len(visual))
         return cache
 
     def forward(self, visual: Tensor, text: Tensor, latest: int | None = None) -> Tensor:

@@ -111,7 +111,7 @@ def test_labels_reach_targets_and_no_input(shapes_workflow, data):
 
 
 def test_evaluation_gives_the_model_no_label(shapes_workflow, data):
-    model, _ = shapes_workflow._fit(genome(), data, 0, 60, "cpu", None)
+    model, _ = shapes_workflow._fit(genome(), data, 0, 15, "cpu", None)
     validation = data.parts.validation
     given = v.answer(model, v.see(model, validation.images, "cpu"))
     for attributes in (validation.attributes, (validation.attributes + 1) % np.array([3, 2, 4])):
@@ -215,8 +215,8 @@ def test_stored_weights_answer_like_the_trained_model(shapes_workflow, data, tmp
 
 def test_training_reports_and_learns(shapes_workflow, data):
     beats = []
-    _, losses = shapes_workflow._fit(genome(), data, 0, 75, "cpu", lambda step, loss: beats.append((step, loss)))
-    assert [step for step, _ in beats] == [10, 20, 30, 40, 50, 60, 70, 75]
+    _, losses = shapes_workflow._fit(genome(), data, 0, 45, "cpu", lambda step, loss: beats.append((step, loss)))
+    assert [step for step, _ in beats] == [10, 20, 30, 40, 45]
     assert beats[-1][1] == pytest.approx(losses[-1])
     assert np.mean(losses[-10:]) < 0.6 * losses[0]
 
@@ -283,7 +283,7 @@ def test_the_smoke_plan_is_two_connectors_and_the_control(shapes_workflow, data)
 
 
 def test_no_sampler_draws_the_negative_control(shapes_workflow, data):
-    drawn = random_plan(config(), shapes_workflow, SIZES, data, 8)
+    drawn = random_plan(config(), shapes_workflow, SIZES, data, 4)
     assert {c.genome["model.positions"] for c in drawn} == {"on"}
     assert len({c.genome["model.connector"] for c in drawn}) > 1
     changed = config(changes={"model.positions": "off"})

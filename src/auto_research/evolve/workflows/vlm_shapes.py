@@ -48,7 +48,8 @@ HIDDEN_SHARE = 0.25
 """Patches hidden in a masked view."""
 HEADS = 4
 HEARTBEAT_STEPS = 10
-PROBE_STEPS = 3
+PROBE_STEPS = 2
+"""Enough for the learning rate to show: it moves the second loss."""
 EVALUATION_BATCH = 300
 PROCESS_BYTES = 500 * 2**20
 """Of a process that has imported torch."""
@@ -475,7 +476,7 @@ class VisualShapes(Workflow):
         )
 
     def effect_probe(self, genome: Genome, sizes: Sizes, data: Data) -> dict[str, str]:
-        """Three real steps on the first pictures: what the model gives, its losses, the order of pictures, its words.
+        """Two real steps on the first pictures: what the model gives, its losses, the order of pictures, its words.
 
         Forward and words are the untrained model's, the losses and the order those of training.
         """
