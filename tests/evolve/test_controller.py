@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -200,20 +201,25 @@ def test_a_fork_is_the_same_run_with_a_change(whole: Whole) -> None:
     assert (made.changes, made.run_seed) == ({"train.lr": 0.2}, 4)
     assert made.fingerprint() != whole.record.config.fingerprint()
     assert fork(whole.folder, {"train.lr": 0.2}, run="mine").run == "mine"
-    for bad, words in (
-        (lambda: fork(whole.folder, {"train.lrr": 0.2}), "train.lr"),
-        (lambda: fork(whole.folder, {"model.bias": "yes"}), "no value 'yes'"),
-        (lambda: fork(whole.folder, {}, seedz=[1]), "seeds"),
-        (lambda: fork(whole.folder, {}, population=0), "population"),
-        (lambda: fork(whole.folder, {}), "repeat"),
-    ):
+    bad: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        ({"train.lrr": 0.2}, {}, "train.lr"),
+        ({"model.bias": "yes"}, {}, "no value 'yes'"),
+        ({}, {"seedz": [1]}, "seeds"),
+        ({}, {"population": 0}, "population"),
+        ({}, {}, "repeat"),
+    ]
+    for changes, settings, words in bad:
         with pytest.raises(UserError, match=words):
-            bad()
+            fork(whole.folder, changes, **settings)
 
 
 def test_a_second_controller_gets_one_sentence(whole: Whole) -> None:
     with OutputLock(whole.folder / "events.jsonl"):
-        for second in (lambda: resume(whole.folder), lambda: run(whole.record.config, whole.folder.parent)):
+        seconds: list[Callable[[], object]] = [
+            lambda: resume(whole.folder),
+            lambda: run(whole.record.config, whole.folder.parent),
+        ]
+        for second in seconds:
             with pytest.raises(UserError, match=rf"driven by process {os.getpid()}.*evolve stop") as raised:
                 second()
             assert "\n" not in str(raised.value)
