@@ -220,6 +220,12 @@ def test_champion_is_crossed_with_others_that_gained() -> None:
     assert all(c.origin == "combination" for c in crossed)
     assert crossed[0].genome == {**champion.genome, "model.kind": "sum", "model.terms": 1}
     assert crossed[0].axis_from["model.terms"] == "g1-1"
+    later = [*trials, fake(crossed[0], 0.8)]  # has terms 1 and bias: what g1-4 gained by would undo the first
+    last = plan_generation(settings, rich, 5, crossed[0], later, SIZES, DATA)
+    assert not [c for c in last.candidates if len(c.parents) == 2]
+    level = [fake(t.candidate, 0.6 if t.candidate.id in ("g1-1", "g1-4") else t.mean or 0.0) for t in trials]
+    tied = [plan_generation(settings, rich, 2, champion, shown, SIZES, DATA) for shown in (level, level[::-1])]
+    assert tied[0] == tied[1]
     single = [c for c in plan.candidates if len(c.parents) == 1]
     assert len(single) == 2
     assert all(len([a for a, (old, new) in c.difference.items() if None not in (old, new)]) == 1 for c in single)
@@ -233,6 +239,7 @@ def test_samplers_take_over_after_the_ablation_and_are_never_mixed(sampler: str)
     assert sum(map(runs, plans[2].candidates)) == 3
     for child in plans[2].candidates:
         assert child.parents == [plans[2].parent]
+        assert child.genome["train.lr"] == float(f"{child.genome['train.lr']:.6g}")  # equal settings, equal numbers
 
 
 def test_rejected_proposals_are_shown_and_replaced() -> None:
