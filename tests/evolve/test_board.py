@@ -378,6 +378,18 @@ def test_axis_effects_average_the_candidates_that_changed_one_axis_alone() -> No
     assert rows["mix.width", "64"][1] == "within noise"
 
 
+def test_axes_that_only_begin_to_count_are_no_changes_of_their_own() -> None:
+    run = improved()
+    run.trials[1].candidate.difference = {
+        "seq.encoder": ["recent-mean", "longer"], "longer.merge": [None, 4], "mix.match": ["none", None],
+    }  # fmt: skip
+    rows = {(e.axis, e.new): e for e, *_ in effects(run).rows}
+    assert len(rows["seq.encoder", "longer"].alone) == 1
+    assert not [axis for axis, _ in rows if axis in ("longer.merge", "mix.match")]
+    assert status_table(run)[2][2] == "seq.encoder: recent-mean → longer and 2 that go with it"
+    assert "and 2 settings that go with it" in board_html(run)
+
+
 def test_a_dead_axis_is_told_in_the_effects() -> None:
     notes = {(e.axis, e.new): e.notes for e, *_ in effects(RECORDS["failures"]()).rows}
     assert notes["mix.block", "shared-ffn"] == ["g1-8 is the same as baseline: no effect"]

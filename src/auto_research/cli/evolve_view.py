@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from auto_research.evolve.board import duration, one_line, status_lines, status_table, value_text, write_board
+from auto_research.evolve.board import change_text, duration, one_line, status_lines, status_table, write_board
 from auto_research.evolve.board_plots import number, short
 from auto_research.evolve.cells import attempt_folder, read_heartbeat
 from auto_research.evolve.events import result_file
@@ -187,7 +187,7 @@ def print_plan(config: RunConfig, workflow: Workflow, preview: Preview, cost: Co
             Text(f"evidence only, never run: {item.title} ({item.citation}): {item.why_not}", style="dim"),
             soft_wrap=True,
         )
-    parts = [f"{cost.trials} candidates, {cost.cells} cells ({len(config.seeds)} seeds of the search each"]
+    parts = [f"{cost.trials} candidates, {cost.cells} cells ({len(config.seeds)} a candidate of the search"]
     parts[0] += f", {cost.confirm_cells} to confirm" if cost.confirm_cells else ""
     parts[0] += f", {cost.random_cells} of random search" if cost.random_cells else ""
     parts[0] += f") and {cost.test_evaluations} readings of the sealed test"
@@ -200,7 +200,6 @@ def print_plan(config: RunConfig, workflow: Workflow, preview: Preview, cost: Co
 
 
 def _planned(c: Candidate, base: Candidate) -> list[str]:
-    change = ", ".join(f"{a}: {value_text(v[0])} → {value_text(v[-1])}" for a, v in c.difference.items())
     source = ", ".join(c.papers)
     source += f", {c.fidelity.replace('_', ' ')}" if c.fidelity else ""
     source += f"; without {', '.join(c.omitted)}" if c.omitted else ""
@@ -212,7 +211,7 @@ def _planned(c: Candidate, base: Candidate) -> list[str]:
     return [
         c.id,
         c.origin,
-        change or "–",
+        change_text(c),
         source or "–",
         size,
         short(c.flops) + ratio,

@@ -23,7 +23,7 @@ from auto_research.evolve import board_plots as plots
 from auto_research.evolve.board_plots import number, short, signed
 from auto_research.evolve.lineage import attribution
 from auto_research.evolve.promotion import Direction, paired, pareto_ranks
-from auto_research.evolve.records import Attempt, CellResult, Paired, RunConfig, RunRecord, Trial
+from auto_research.evolve.records import Attempt, Candidate, CellResult, Paired, RunConfig, RunRecord, Trial
 from auto_research.runtime.records import write_text_atomic
 
 if TYPE_CHECKING:
@@ -370,12 +370,12 @@ def effects(record: RunRecord) -> Effects:
     found: dict[tuple[str, str, str], Effect] = {}
     for t in record.trials:
         c = t.candidate
-        for name, values in c.difference.items():
+        for name, values in moved(c).items():
             key = (name, value_text(values[0]), value_text(values[-1]))
             effect = found.setdefault(key, Effect(*key))
             effect.ids.append(c.id)
             if t.gain is not None:
-                (effect.alone if len(c.difference) == 1 else effect.joint).append(t.gain)
+                (effect.alone if len(moved(c)) == 1 else effect.joint).append(t.gain)
             elif c.duplicate_of:
                 effect.notes.append(f"{c.id} is the same as {c.duplicate_of}: no effect")
             elif t.state not in ("completed", "planned", "running"):
@@ -398,6 +398,18 @@ def effects(record: RunRecord) -> Effects:
         dots = [(axis(g.gain), f"{g.child} over {g.parent}: {signed(g.gain)}") for g in effect.gains]
         rows.append((effect, dots, bar, word))
     return Effects(rows, axis(0.0), axis.ticks)
+
+
+def moved(c: Candidate) -> dict[str, list[Any]]:
+    """The difference to the parent without the axes that only began or ceased to count with another change."""
+    return {a: v for a, v in c.difference.items() if v[0] is not None and v[-1] is not None} or c.difference
+
+
+def change_text(c: Candidate) -> str:
+    """What differs from the parent, in one line."""
+    parts = [f"{axis}: {value_text(v[0])} → {value_text(v[-1])}" for axis, v in moved(c).items()]
+    following = len(c.difference) - len(parts)
+    return ", ".join(parts) + (f" and {following} that go with it" if following else "") or "–"
 
 
 def value_text(value: Any) -> str:
@@ -754,7 +766,7 @@ def _environment() -> Environment:
     )
     environment.filters.update(
         number=number, signed=signed, short=short, duration=duration, value=value_text, clip=plots.clip,
-        outcome=outcome, words=lambda text: str(text).replace("_", " "),
+        outcome=outcome, moved=moved, words=lambda text: str(text).replace("_", " "),
         capitalise=lambda text: text[:1].upper() + text[1:],
         metric_names=lambda cells: union(cell.metrics or {} for cell in cells),
     )  # fmt: skip
@@ -835,7 +847,6 @@ def status_table(record: RunRecord) -> list[list[str]]:
     rows = [["candidate", "origin", "what differs", "seeds", record.metric, "gain", "state"]]
     for t in (*record.trials, *record.random_search):
         c = t.candidate
-        change = ", ".join(f"{a}: {value_text(d[0])} → {value_text(d[-1])}" for a, d in c.difference.items())
         done = sum(cell.state == "completed" for cell in t.cells)
         state = f"= {c.duplicate_of}" if c.duplicate_of else t.state
         word = outcome(t.gain, record.config.delta_min) if t.state in ("completed", "partial") else ""
@@ -845,7 +856,7 @@ def status_table(record: RunRecord) -> list[list[str]]:
             [
                 c.id + (" *" if c.id == record.champion and c.id != "baseline" else ""),
                 c.origin,
-                change or "–",
+                change_text(c),
                 f"{done}/{len(t.cells)}" if t.cells else "–",
                 mean,
                 signed(t.gain.gain) if t.gain else "–",
