@@ -92,6 +92,7 @@ class Shape:
             "bos_token_id": self.end,
             "eos_token_id": self.end,
             "pad_token_id": None,
+            "attn_implementation": "sdpa",  # Falcon's other implementation adds ALiBi twice
         }
         gated = {"intermediate_size": self.feed_forward, "num_key_value_heads": self.kv_heads, "rms_norm_eps": 1e-6}
         match self.family:

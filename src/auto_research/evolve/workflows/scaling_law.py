@@ -51,7 +51,8 @@ Array = NDArray[np.float64]
 RATE, RATE_WIDTH = 2e-3, 128
 HEADS = 4
 HUBER = 1e-3
-RESAMPLES = 2000
+RESAMPLES, SEARCHED_RESAMPLES = 2000, 100
+"""Of the bootstrap over seeds: by least squares, and where each one is a search."""
 SEED_NOISE = (0.01, 0.02)
 """Nats by which another seed moved one point when this was measured; used in words where a run has one seed."""
 CLAIM = "local descriptive fit of these points; no compute-optimal advice follows from it"
@@ -454,19 +455,19 @@ def predict(form: Form, coefficients: Array, points: Sequence[Observed]) -> Arra
     return np.asarray(np.log(e + a * n**-alpha + b * d**-beta))
 
 
-def solve(form: Form, points: Sequence[Observed], log_loss: Array) -> Array:
-    """Coefficients that fit ln L (P,): least squares, or Huber loss by L-BFGS from a grid of starts."""
+def solve(form: Form, points: Sequence[Observed], log_loss: Array, near: Array | None = None) -> Array:
+    """Coefficients that fit ln L (P,): least squares, or Huber loss by L-BFGS from a grid of starts or from `near`."""
     if form.design is not None:
         return np.asarray(np.linalg.lstsq(form.design(points), log_loss, rcond=None)[0])
-    return chinchilla(np.log([p.parameters for p in points]), np.log([p.tokens for p in points]), log_loss)
+    return chinchilla(np.log([p.parameters for p in points]), np.log([p.tokens for p in points]), log_loss, near)
 
 
-def chinchilla(log_n: Array, log_d: Array, log_loss: Array) -> Array:
+def chinchilla(log_n: Array, log_d: Array, log_loss: Array, near: Array | None = None) -> Array:
     """(E, A, B, alpha, beta) of L = E + A N^-alpha + B D^-beta (Hoffmann et al. 2022, approach 3).
 
     Minimises the mean Huber loss (delta 1e-3) of ln L - logsumexp(ln E, ln A - alpha ln N, ln B - beta ln D) by
-    L-BFGS from a grid of starts; the best end counts. The published optimiser stopped early because of the scale of
-    its loss, says a replication (2404.10102): here the loss is divided by delta squared and tolerances are tight.
+    L-BFGS from a grid of starts, or from the coefficients `near` alone; the best end counts. The published optimiser
+    stopped early because of the scale of its loss, says a replication (2404.10102): here errors are in units of delta.
     """
     from scipy.optimize import minimize
     from scipy.special import logsumexp
@@ -494,18 +495,21 @@ def chinchilla(log_n: Array, log_d: Array, log_loss: Array) -> Array:
         return float(value), gradient
 
     level = float(log_loss.min())
-    starts = itertools.product(
-        (level - 2, level - 0.5), (level - 3, level - 1), (level - 3, level - 1), (0.2, 0.6), (0.2, 0.6)
-    )
+    grid = [(level - 2, level - 0.5), *[(level - 3, level - 1)] * 2, *[(0.2, 0.6)] * 2]
+    starts = [np.array(start) for start in itertools.product(*grid)]
+    if near is not None:
+        e, a, b, alpha, beta = near
+        log_e, log_a, log_b = np.log(np.maximum([e, a, b], 1e-300))
+        starts = [np.array([log_e, log_a - alpha * mean_n, log_b - beta * mean_d, alpha, beta])]
     bounds = [(None, None)] * 3 + [(0.0, 3.0)] * 2
     ends = [
         minimize(
             objective,
-            np.array(start),
+            start,
             jac=True,
             method="L-BFGS-B",
             bounds=bounds,
-            options={"maxiter": 5000, "maxfun": 20_000, "ftol": 1e-14, "gtol": 1e-9},
+            options={"maxiter": 1000 if near is None else 200, "ftol": 1e-10, "gtol": 1e-8},
         )
         for start in starts
     ]
@@ -539,12 +543,12 @@ def fit(form: Form, points: Sequence[Observed]) -> dict[str, Any]:
         "worst_relative_residual": float(np.abs(np.expm1(residual)).max()),
         "residuals": {p.name: float(r) for p, r in zip(points, residual)},
         "degrees_of_freedom": len(points) - len(form.names),
-        "leave_one_out": _leave_one_out(form, points, log_loss),
-        "bootstrap": _bootstrap(form, points),
+        "leave_one_out": _leave_one_out(form, points, log_loss, coefficients),
+        "bootstrap": _bootstrap(form, points, coefficients),
     }
 
 
-def _leave_one_out(form: Form, points: Sequence[Observed], log_loss: Array) -> dict[str, Any]:
+def _leave_one_out(form: Form, points: Sequence[Observed], log_loss: Array, near: Array) -> dict[str, Any]:
     """Error of each point under the fit of the others, and how far the slopes move."""
     errors: dict[str, float] = {}
     slopes: dict[str, list[float]] = {name: [] for name in form.slopes}
@@ -555,7 +559,7 @@ def _leave_one_out(form: Form, points: Sequence[Observed], log_loss: Array) -> d
         if form.design is not None and form.fails(rest):
             skipped.append(left.name)
             continue
-        found = solve(form, rest, np.delete(log_loss, i))
+        found = solve(form, rest, np.delete(log_loss, i), near)
         errors[left.name] = float(log_loss[i] - predict(form, found, [left])[0])
         for name, value in zip(form.names, found):
             if name in slopes:
@@ -568,12 +572,12 @@ def _leave_one_out(form: Form, points: Sequence[Observed], log_loss: Array) -> d
     }
 
 
-def _bootstrap(form: Form, points: Sequence[Observed], seed: int = 0) -> dict[str, Any]:
+def _bootstrap(form: Form, points: Sequence[Observed], near: Array, seed: int = 0) -> dict[str, Any]:
     """95 % intervals of the slopes when the seeds of every point are drawn anew, with replacement."""
     if min(len(p.losses) for p in points) < 2:
         return {"resamples": 0, "reason": "a point has one seed, and seeds are what is drawn"}
     rng = np.random.default_rng(seed)
-    resamples = RESAMPLES if form.design is not None else 50
+    resamples = RESAMPLES if form.design is not None else SEARCHED_RESAMPLES
     drawn = np.stack(
         [np.array(p.losses)[rng.integers(len(p.losses), size=(resamples, len(p.losses)))].mean(1) for p in points],
         axis=1,
@@ -581,7 +585,7 @@ def _bootstrap(form: Form, points: Sequence[Observed], seed: int = 0) -> dict[st
     if form.design is not None:
         fits = np.log(drawn) @ np.linalg.pinv(form.design(points)).T
     else:
-        fits = np.stack([solve(form, points, row) for row in np.log(drawn)])
+        fits = np.stack([solve(form, points, row, near) for row in np.log(drawn)])
     low, high = np.quantile(fits, [0.025, 0.975], axis=0)
     return {
         "resamples": resamples,
