@@ -106,8 +106,8 @@ class VisualShapes(Workflow):
 
     key: ClassVar[str] = "vlm-shapes"
     title: ClassVar[str] = "micro-VLM / visual-shapes"
-    model: ClassVar[str] = "patch encoder, connector and causal decoder"
-    dataset: ClassVar[str] = "visual-shapes (generated)"
+    model: ClassVar[str] = "micro-vlm"
+    dataset: ClassVar[str] = "visual-shapes"
     metric: ClassVar[str] = "accuracy"
     level: ClassVar[Level] = "L0 mechanism"
     schedule: ClassVar[tuple[tuple[str, ...], ...]] = (
