@@ -114,6 +114,16 @@ def test_target_attention_does_not_normalise_unless_asked():
     torch.testing.assert_close(total, valid.any(1).float())
 
 
+@pytest.mark.parametrize("softmax", [False, True])
+def test_attention_of_many_candidates_is_that_of_each(softmax):
+    attention = TargetAttention(4, hidden=5, softmax=softmax).double()
+    query, keys = torch.randn(3, 7, 4).double(), torch.randn(3, 5, 4).double()
+    valid = torch.rand(3, 5) < 0.6
+    valid[0] = False
+    expected = torch.stack([attention(query[:, c], keys, valid) for c in range(7)], dim=1)
+    torch.testing.assert_close(attention.each(query, keys, valid), expected)
+
+
 def test_dice_by_formula():
     dice, x = Dice(3), torch.randn(50, 3) * 2 + 1
     with torch.no_grad():

@@ -171,6 +171,24 @@ class TargetAttention(nn.Module):
         """query (B, D), keys (B, T, D), valid (B, T) bool -> (B, D)."""
         return torch.einsum("bt,btd->bd", self.weights(query, keys, valid), keys)
 
+    def each(self, query: Tensor, keys: Tensor, valid: Tensor) -> Tensor:
+        """C candidates of each history: query (B, C, D), keys (B, T, D), valid (B, T) -> (B, C, D).
+
+        Equals `forward` for every candidate. The first layer is linear in key, query, difference and product, so that
+        the parts of key and of query are computed once and only the product's is for pairs.
+        """
+        first, activation, last = self.score
+        key, asked, difference, product = first.weight.chunk(4, dim=1)  # type: ignore[operator]
+        pairs = keys @ (query[:, :, None] * product).flatten(1, 2).mT  # (B, T, C·hidden)
+        hidden = pairs.unflatten(-1, (query.shape[1], -1))
+        hidden = hidden + F.linear(keys, key + difference)[:, :, None]
+        hidden = hidden + F.linear(query, asked - difference, first.bias)[:, None]  # type: ignore[arg-type]
+        score = last(activation(hidden.flatten(0, 2))).view(hidden.shape[:-1])  # (B, T, C)
+        if self.softmax:
+            lowest = torch.finfo(score.dtype).min
+            score = (score * self.scale).masked_fill(~valid[..., None], lowest).softmax(1)
+        return score.masked_fill(~valid[..., None], 0.0).mT @ keys
+
 
 class MLP(nn.Sequential):
     """Linear layers with an activation after each but the last: (B, widths[0]) -> (B, widths[-1])."""

@@ -54,6 +54,7 @@ class RankMixerConfig:
 
     Attributes:
         tokens, width, blocks, expansion: T, D, L, k.
+        hidden: width of the feed-forward networks' hidden layer; 0 is k·D.
         field_width: columns of each group of fields, so that F = groups · field_width.
         mixing: `tokens` is the paper's; `attention` and `none` are ablations.
         ffn: `per-token` is the paper's dense form and `relu` its sparse one; `top-k` is the usual sparse one.
@@ -74,6 +75,7 @@ class RankMixerConfig:
     width: int = 32
     blocks: int = 2
     expansion: int = 2
+    hidden: int = 0
     field_width: int = 32
     mixing: Literal["tokens", "attention", "none"] = "tokens"
     ffn: Literal["per-token", "shared", "shared-wide", "top-k", "relu"] = "per-token"
@@ -95,9 +97,14 @@ class RankMixerConfig:
         return self.ffn in ("top-k", "relu")
 
     @property
+    def hidden_width(self) -> int:
+        """k·D, unless it is given."""
+        return self.hidden or self.expansion * self.width
+
+    @property
     def block_parameters(self) -> int:
         """The paper's size law: about 2·k·L·T·D² weights in the per-token networks (biases aside)."""
-        return 2 * self.expansion * self.blocks * self.tokens * self.width**2
+        return 2 * self.hidden_width * self.blocks * self.tokens * self.width
 
     @property
     def block_flops(self) -> int:
@@ -149,7 +156,7 @@ def _mixing(config: RankMixerConfig) -> nn.Module | None:
 
 
 def _feed_forward(config: RankMixerConfig) -> nn.Module:
-    tokens, width, hidden = config.tokens, config.width, config.expansion * config.width
+    tokens, width, hidden = config.tokens, config.width, config.hidden_width
     if config.ffn == "shared":
         return FeedForward(width, hidden)
     if config.ffn == "shared-wide":
