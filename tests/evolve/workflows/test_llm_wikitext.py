@@ -418,7 +418,9 @@ def test_the_summary_tells_differences_from_noise():
     assert "differs from the baseline beyond noise: sft" in found["sentence"]
     assert found["rows"][1]["noise limit"] == pytest.approx(2 * 0.02 * math.sqrt(1 / 2 + 1 / 3))
     assert found["rows"][2]["difference"] == pytest.approx(-6.025 + 6.28)
-    assert "noise was not measured" in WORKFLOW.summarise([trial("baseline", [-6.0]), trial("gqa", [-5.0])])["sentence"]
+    single = WORKFLOW.summarise([trial("baseline", [-6.0]), trial("gqa", [-6.02]), trial("sft", [-5.9])])["sentence"]
+    assert single.startswith("no difference beyond noise: gqa; differs from the baseline beyond noise: sft (")
+    assert "has one seed" in single
     assert WORKFLOW.summarise([trial("baseline", []), trial("gqa", [-5.0])])["rows"] == []
     json.dumps(found, allow_nan=False)
 

@@ -120,7 +120,7 @@ class ScalingLaw(Workflow):
         corpus = read_corpus(sizes["vocabulary"], sizes["context"], dataset_dir)
         return Data(
             parts=corpus,
-            digests={name: value for name, value in corpus.digests.items() if name != "instructions"},
+            digests={name: corpus.digests[name] for name in (corpus.name, "tokenizer")},
             hygiene={name: value for name, value in corpus.hygiene.items() if "instruction" not in name},
             examples=math.ceil(len(corpus.validation) / sizes["context"]),
         )
