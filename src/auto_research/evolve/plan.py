@@ -60,7 +60,7 @@ def baseline_genome(config: RunConfig, workflow: Workflow) -> Genome:
 
     Raises `UserError` for an unknown axis or value, and for a change of an axis that does not count there.
     """
-    start = workflow.space.baseline() if workflow.select else workflow.points(config.budget)[0]
+    start = workflow.start(config.budget) if workflow.select else workflow.points(config.budget)[0]
     values = {**start, **config.changes}
     unused = [name for name in workflow.space.unused(values) if name in config.changes]
     if unused:

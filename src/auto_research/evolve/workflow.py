@@ -190,6 +190,10 @@ class Workflow(ABC):
     def sizes(self, budget: Budget) -> Sizes:
         """Steps, widths and numbers of examples of a budget."""
 
+    def start(self, budget: Budget) -> Genome:
+        """The baseline of a budget: the first value of every axis, unless the workflow says otherwise."""
+        return self.space.baseline()
+
     def smoke_plan(self) -> list[Genome] | None:
         """Genomes of the smoke run beside the baseline, when it should not follow the general plan."""
         return None

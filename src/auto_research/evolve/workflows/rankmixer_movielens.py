@@ -49,6 +49,7 @@ from auto_research.layers.towers import TargetAttention, matched_width
 from auto_research.papers.ranking.rankmixer import RankMixerConfig, RankMixerTrunk
 from auto_research.runtime.budget import Budget
 from auto_research.runtime.device import device_for, seed_everything
+from auto_research.runtime.errors import UserError
 from auto_research.runtime.evidence import DeviceWork
 from auto_research.tasks import metrics
 from auto_research.tasks.base import Batch, NonFiniteLoss, Recipe, train_steps
@@ -66,6 +67,12 @@ LAST = 4
 
 NEIGHBOURHOOD = 20
 """How far apart two events of a user may be to count as a co-occurrence in the anchor."""
+
+BUDGET = "budget"
+"""Value of `seq.length`: as many events as the budget's size `length` says."""
+
+SHORTEST = 64
+"""The least that any budget's size `length` is."""
 
 CROSS = 8.0
 """Scale of the products with the candidate, so that they begin as large as the vectors (of length one half)."""
@@ -362,9 +369,12 @@ def _parameters(model: nn.Module) -> int:
 
 
 def _assemble(genome: Genome, sizes: Sizes, corpus: Corpus, config: RankMixerConfig) -> Recommender:
-    width = sizes["item_width"]
+    width, length = sizes["item_width"], history_length(genome, sizes)
     encoder: RecentMean | Longer | Targeted = RecentMean()
     if genome["seq.encoder"] == "longer":
+        merged = -(-length // int(genome["longer.merge"]))
+        if int(genome["longer.queries"]) > merged:
+            raise UserError(f"{length} events merge into {merged} tokens, fewer than longer.queries asks from")
         reader = LongerEncoder(
             width,
             merge=int(genome["longer.merge"]),
@@ -373,9 +383,9 @@ def _assemble(genome: Genome, sizes: Sizes, corpus: Corpus, config: RankMixerCon
             layers=int(genome["longer.layers"]),
             global_tokens=tuple(str(genome["longer.globals"]).split("+")),
         )
-        encoder = Longer(width, int(genome["seq.length"]), reader)
+        encoder = Longer(width, length, reader)
     elif genome["seq.encoder"] == "target-attention":
-        encoder = Targeted(width, int(genome["seq.length"]))
+        encoder = Targeted(width, length)
     return Recommender(
         corpus.num_items,
         corpus.num_users,
@@ -391,12 +401,15 @@ def _assemble(genome: Genome, sizes: Sizes, corpus: Corpus, config: RankMixerCon
 # -- training and evaluation ---------------------------------------------------------------------------------------
 
 
-def history_length(genome: Genome) -> int:
+def history_length(genome: Genome, sizes: Sizes) -> int:
     """Events that the model reads."""
-    return int(genome.get("seq.length", RECENT))
+    value = genome.get("seq.length", RECENT)
+    return sizes["length"] if value == BUDGET else int(value)
 
 
-def batches(genome: Genome, corpus: Corpus, seed: int, steps: int, device: torch.device) -> Iterator[Batch]:
+def batches(
+    genome: Genome, corpus: Corpus, seed: int, sizes: Sizes, steps: int, device: torch.device
+) -> Iterator[Batch]:
     """The training batches of one run: every event that has one before it is a target once an epoch.
 
     Targets and negatives come from generators of their own: candidates of one batch size see the same targets.
@@ -413,7 +426,7 @@ def batches(genome: Genome, corpus: Corpus, seed: int, steps: int, device: torch
     stop = torch.from_numpy(visits).to(device).view(steps, size)
     user = torch.from_numpy(users[visits]).to(device).view(steps, size)
     negative = torch.from_numpy(drawn.integers(1, corpus.num_items + 1, (steps, size, negatives))).to(device)
-    length = history_length(genome)
+    length = history_length(genome, sizes)
     for i in range(steps):
         batch = window.before(user[i], stop[i], window.times[stop[i]], length)
         yield {**batch, "target": window.items[stop[i]] + 1, "negative": negative[i]}
@@ -485,9 +498,15 @@ _LONGER: dict[str, tuple[Value, ...]] = {"seq.encoder": ("longer",)}
 _RANKMIXER, _LONGER_PAPER, _DIN = "arXiv:2507.15551", "arXiv:2505.04421", "arXiv:1706.06978"
 
 
+def _most_queries(genome: Genome) -> int:
+    """Tokens that a full history has at least, whatever the budget."""
+    length = genome["seq.length"]
+    return (SHORTEST if length == BUDGET else int(length)) // int(genome["longer.merge"])
+
+
 def _fewer_queries(genome: Genome) -> Genome:
-    most = int(genome["seq.length"]) // int(genome["longer.merge"])
-    return {**genome, "longer.queries": max(int(v) for v in SPACE["longer.queries"].values if int(v) <= most)}
+    fitting = [int(v) for v in SPACE["longer.queries"].values if int(v) <= _most_queries(genome)]
+    return {**genome, "longer.queries": max(fitting)}
 
 
 SPACE = Space(
@@ -495,8 +514,8 @@ SPACE = Space(
         Axis("seq.encoder", values=("recent-mean", "longer", "target-attention"), source=_LONGER_PAPER),
         Axis(
             "seq.length",
-            "int",
-            (64, 32, 128, 256),
+            "categorical",
+            (BUDGET, 32, 128, 256),
             condition={"seq.encoder": ("longer", "target-attention")},
             stage="data",
             changes="data",
@@ -537,10 +556,7 @@ SPACE = Space(
     (
         Constraint(
             "queries within the history",
-            lambda g: (
-                int(g.get("longer.queries", 0)) * int(g.get("longer.merge", 1)) <= int(g.get("seq.length", 0))
-                or "longer.queries" not in g
-            ),
+            lambda g: "longer.queries" not in g or int(g["longer.queries"]) <= _most_queries(g),
             "more latest tokens were asked from than the merged history has",
             _fewer_queries,
         ),
@@ -625,14 +641,18 @@ class RankMixerMovieLens(Workflow):
     )
 
     def sizes(self, budget: Budget) -> Sizes:
-        """Steps, evaluated users (all, where there are fewer), width of item vectors, feature tokens."""
+        """Steps, evaluated users (all, where there are fewer), events read, width of item vectors, feature tokens."""
         everyone = 10**9
         values = {
-            "smoke": {"steps": 800, "users": 300, "item_width": 16, "tokens": 4},
-            "standard": {"steps": 4000, "users": everyone, "item_width": 16, "tokens": 4},
-            "full": {"steps": 40_000, "users": everyone, "item_width": 32, "tokens": 8},
+            "smoke": {"steps": 800, "users": 300, "length": 64, "item_width": 16, "tokens": 4},
+            "standard": {"steps": 4000, "users": everyone, "length": 160, "item_width": 16, "tokens": 4},
+            "full": {"steps": 40_000, "users": everyone, "length": 512, "item_width": 32, "tokens": 8},
         }
         return Sizes(budget, values[budget])
+
+    def start(self, budget: Budget) -> Genome:
+        """The baseline; RankMixer's tokens are twice as wide beyond the smoke run."""
+        return self.space.resolve({} if budget == "smoke" else {"mix.width": 64})
 
     def smoke_plan(self) -> list[Genome]:
         return [{"seq.encoder": "longer"}, {"mix.block": "shared-ffn"}]
@@ -717,7 +737,7 @@ class RankMixerMovieLens(Workflow):
     def cost(self, genome: Genome, sizes: Sizes, data: Data) -> Cost:
         with torch.random.fork_rng(devices=[]):
             model = build(genome, sizes, data.parts).eval()
-        user, candidate = flops(model, history_length(genome))
+        user, candidate = flops(model, history_length(genome, sizes))
         size, scored = int(genome["train.batch"]), 1 + int(genome["train.negatives"])
         passes = 2 if model.penalty is not None else 1
         parameters = _parameters(model)
@@ -733,7 +753,11 @@ class RankMixerMovieLens(Workflow):
         with torch.random.fork_rng(devices=[]):
             model = build(genome, sizes, data.parts)
         return Described(
-            {**genome, **{name: sizes[name] for name in ("steps", "item_width", "tokens")}},
+            {
+                **genome,
+                "seq.length": history_length(genome, sizes),
+                **{name: sizes[name] for name in ("steps", "item_width", "tokens")},
+            },
             {name: list(value.shape) for name, value in model.named_parameters()},
             {
                 "name": str(genome["train.loss"]),
@@ -752,12 +776,12 @@ class RankMixerMovieLens(Workflow):
             users = torch.from_numpy(np.argsort(-np.diff(corpus.train.offsets), kind="stable")[:8].copy())
             window = Window(corpus.train, cpu)
             when = torch.from_numpy(corpus.valid.time)[users]
-            batch = window.before(users, window.stop[users], when, history_length(genome))
+            batch = window.before(users, window.stop[users], when, history_length(genome, sizes))
             items = torch.arange(1, 17).expand(len(users), -1)
             with torch.no_grad():
                 forward = fresh.score(fresh.prepare(batch), items)
             losses = fit(genome, corpus, 0, sizes, cpu, 2, lambda step, loss: None)[1]
-        order = [digest(*(b[k] for k in ("target", "negative"))) for b in batches(genome, corpus, 0, 2, cpu)]
+        order = [digest(*(b[k] for k in ("target", "negative"))) for b in batches(genome, corpus, 0, sizes, 2, cpu)]
         cost = self.cost(genome, sizes, data)
         return {
             "forward": digest(forward),
@@ -817,7 +841,7 @@ def fit(
     try:
         losses = train_steps(
             model,
-            batches(genome, corpus, seed, steps, device),
+            batches(genome, corpus, seed, sizes, steps, device),
             steps=steps,
             recipe=recipe(genome),
             loss=loss,
