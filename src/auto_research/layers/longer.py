@@ -33,7 +33,8 @@ GLOBALS = ("cls", "user", "target")
 
 def gap_buckets(seconds: Tensor) -> Tensor:
     """⌊log2(1 + seconds)⌋, at most `GAPS` - 1, int64 of any shape; a negative gap counts as none."""
-    return (seconds.clamp(min=0).double() + 1).log2().floor().clamp(max=GAPS - 1).long()
+    begins = 2 ** torch.arange(1, GAPS, device=seconds.device) - 1
+    return torch.bucketize(seconds, begins, right=True)
 
 
 class EventEmbedding(nn.Module):
