@@ -32,6 +32,8 @@ IGNORED = -100
 GELU_FAMILIES = ("arcee", "opt", "falcon")
 BYTES = 4
 """Of a number: weights, activations and caches are float32."""
+PROCESS_BYTES = 480 * 2**20
+"""Of a process that has imported torch and Transformers and holds the texts, measured."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,11 @@ class Shape:
         reach = min(self.window, context) if self.window else context
         span = (reach * (reach + 1) / 2 + (context - reach) * reach) / context
         return products + self.layers * 2 * self.heads * span * (2 * self.head_width + self.rotary)
+
+    def training_bytes(self, tokens: int) -> int:
+        """Expected peak of a process that trains on batches of `tokens` tokens with AdamW."""
+        live = tokens * (3 * self.vocabulary + self.layers * (10 * self.width + 4 * self.hidden))
+        return PROCESS_BYTES + BYTES * (4 * self.count + live)
 
     def matched(self, target: float, measure: Callable[[Shape], float]) -> Shape | None:
         """This shape with the feed-forward width at which `measure` (linear in it) is nearest to `target`.

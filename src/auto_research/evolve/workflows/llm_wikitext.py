@@ -47,8 +47,6 @@ INSTRUCTION_WEIGHT = 0.15
 SFT_RATE = {"sft": 0.2, "neftune": 0.2, "sft-low-lr": 0.05}
 """Learning rate of tuning as a share of the language model's; at a half, forty steps undo much of what was learned."""
 TUNED = tuple(SFT_RATE)
-PROCESS_BYTES = 400 * 2**20
-"""Of a process that has imported torch and Transformers."""
 
 _MODULE = "auto_research.evolve.workflows.llm_wikitext"
 _MODELS = "auto_research.tasks.micro_language_model"
@@ -556,11 +554,10 @@ class MicroLanguageModel(Workflow):
         shape, plan = self.shape(genome, sizes, data), self.plan(genome, sizes)
         step = 3 * shape.flops_per_token(plan.context) * plan.batch * plan.context
         tuning = 3 * shape.flops_per_token(sizes["context"]) * plan.post_batch * sizes["context"] * plan.post_steps
-        live = plan.batch * plan.context * (3 * shape.vocabulary + shape.layers * (10 * shape.width + 4 * shape.hidden))
         return Cost(
             parameters=shape.count,
             flops=step,
-            memory_bytes=PROCESS_BYTES + 4 * (4 * shape.count + live),
+            memory_bytes=shape.training_bytes(plan.batch * plan.context),
             extra={
                 "non_embedding_parameters": float(shape.non_embedding),
                 "kv_bytes_per_token": float(shape.kv_bytes_per_token),

@@ -238,11 +238,10 @@ class ScalingLaw(Workflow):
             self.steps(genome, sizes),
             sizes["batch"] * sizes["context"],
         )
-        live = tokens * (3 * shape.vocabulary + shape.layers * (10 * shape.width + 4 * shape.hidden))
         return Cost(
             parameters=shape.count,
             flops=3 * shape.flops_per_token(sizes["context"]) * tokens,
-            memory_bytes=400 * 2**20 + 4 * (4 * shape.count + live),
+            memory_bytes=shape.training_bytes(tokens),
             extra={
                 "non_embedding_parameters": float(shape.non_embedding),
                 "training_steps": float(steps),
