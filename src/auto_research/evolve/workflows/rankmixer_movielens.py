@@ -80,8 +80,8 @@ CROSS = 8.0
 EXPERTS, ACTIVE = 4, 0.5
 """Experts of a token in the sparse blocks, and the share of them that is to stay active."""
 
-PAIRS = 16_384
-"""(user, candidate) pairs that are scored together in an evaluation."""
+PAIRS = {"cpu": 4096}
+"""(user, candidate) pairs that are scored together in an evaluation: what fits a processor's cache; 2^18 elsewhere."""
 
 
 # -- data ----------------------------------------------------------------------------------------------------------
@@ -454,7 +454,8 @@ def rank_all(
     items = torch.arange(1, corpus.num_items + 1, device=device)
     when, target = (torch.from_numpy(column).to(device) for column in (held.time, held.target + 1))
     ranks, lists = [], []
-    for chosen in torch.from_numpy(users).to(device).split(max(1, PAIRS // corpus.num_items)):
+    chunk = max(1, PAIRS.get(device.type, 2**18) // corpus.num_items)
+    for chosen in torch.from_numpy(users).to(device).split(chunk):
         stop = window.stop[chosen]
         seen = window.before(chosen, stop, when[chosen], int((stop - window.start[chosen]).max()))["history"]
         batch = window.before(chosen, stop, when[chosen], min(keep or length, length))
