@@ -215,7 +215,7 @@ def train_steps(
     compute = loss or model.loss
     hook: Any = getattr(model, "on_step_end", None)
     model.train()
-    losses: list[Tensor] = []
+    losses = torch.empty(steps, device=parameters[0].device)  # small tensors kept one by one would fragment the heap
     for step in range(steps):
         for group in optimiser.param_groups:
             group["lr"] = learning_rate_at(step, steps, recipe)
@@ -224,14 +224,14 @@ def train_steps(
         value.backward()
         nn.utils.clip_grad_norm_(parameters, recipe.clip_norm)
         optimiser.step()
-        losses.append(value.detach())
-        if step % 50 == 0 and not math.isfinite(float(losses[-1])):
+        losses[step] = value.detach()
+        if step % 50 == 0 and not math.isfinite(float(losses[step])):
             raise NonFiniteLoss(f"the loss is not finite at step {step + 1} of {steps}; lower the learning rate")
         if hook is not None:
             hook(step)
         if after_step is not None:
             after_step(step)
-    values = torch.stack(losses).float().tolist() if losses else []
+    values: list[float] = losses.tolist()
     if not all(math.isfinite(v) for v in values):
         first = next(i for i, v in enumerate(values) if not math.isfinite(v))
         raise NonFiniteLoss(f"the loss is not finite at step {first + 1} of {steps}; lower the learning rate")

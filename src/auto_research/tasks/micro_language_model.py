@@ -298,7 +298,7 @@ def train(
     device = next(model.parameters()).device
     updates = optimisers(model, recipe, optimiser)
     model.train()
-    losses: list[Tensor] = []
+    losses = torch.empty(steps, device=device)  # small tensors kept between large ones would fragment the heap
     for step in range(steps):
         rate = learning_rate_at(step, steps, recipe)
         ids, labels = (part.to(device, non_blocking=True) for part in next(batches))
@@ -310,11 +310,11 @@ def train(
             for group in update.param_groups:
                 group["lr"] = rate
             update.step()
-        losses.append(loss.detach())
+        losses[step] = loss.detach()
         if progress is not None and (step % report_every == 0 or step == steps - 1):
             progress(first_step + step + 1, float(loss.detach()))
     model.eval()
-    return torch.stack(losses).float().tolist() if losses else []
+    return losses.tolist()
 
 
 # -------------------------------------------------------------------------------------------------- evaluation
