@@ -182,19 +182,17 @@ def measure(make: Callable[[str], Callable[[], object]], rounds: int) -> dict[st
     return best
 
 
-def startup(rounds: int = 3) -> float:
-    """Seconds that starting a rehearsal adds to importing torch."""
-
-    def run(code: str) -> float:
-        timed = code + "\nimport time; print(time.process_time())"
-        command = [sys.executable, "-c", timed]
-        return min(float(subprocess.run(command, check=True, capture_output=True).stdout) for _ in range(rounds))
-
+def startup(rounds: int = 5) -> float:
+    """Seconds of CPU time that starting a rehearsal adds to importing torch, the least of `rounds` interpreters."""
     source = str(Path(__file__).resolve().parents[1] / "src")
-    start = (
-        "import torch, sys; sys.path.insert(0, %r)\nfrom auto_research.rehearsal import rehearse\nwith rehearse(): pass"
+    code = (
+        f"import time, sys, torch; sys.path.insert(0, {source!r}); start = time.process_time()\n"
+        "from auto_research.rehearsal import rehearse\n"
+        "with rehearse(): pass\n"
+        "print(time.process_time() - start)"
     )
-    return run(start % source) - run("import torch")
+    command = [sys.executable, "-c", code]
+    return min(float(subprocess.run(command, check=True, capture_output=True).stdout) for _ in range(rounds))
 
 
 def main() -> int:
