@@ -349,3 +349,45 @@ def test_a_file_nested_too_deeply_says_so(tmp_path: Path, depth: int) -> None:
     result = scanned(tmp_path, "def run(s):\n    return s" + ".a" * depth)
     assert not result.explicit
     assert "nested too deeply" in result.note
+
+
+@pytest.mark.parametrize(("arm", "explicit"), [(150, True), (None, False)])
+def test_a_long_elif_chain_is_read_to_its_end(tmp_path: Path, arm: int | None, explicit: bool) -> None:
+    """Each `elif` nests one level deeper in the syntax tree."""
+    arms = [f"    elif s == {i}: {'device_for(s)' if i == arm else 'pass'}\n" for i in range(300)]
+    result = scanned(tmp_path, IMPORT + "def run(s):\n    if s is None: pass\n" + "".join(arms))
+    assert (result.explicit, result.note) == (explicit, "")
+
+
+def test_a_long_sum_is_read_to_its_end(tmp_path: Path) -> None:
+    result = scanned(tmp_path, IMPORT + f"def run(s):\n    return {'1 + ' * 900}device_for(s)\n")
+    assert (result.explicit, result.note) == (True, "")
+
+
+ENDLESS = {
+    "a tree that holds its own kind": (
+        "def tree(d):\n    return {'left': tree(d - 1) if d else None, 'leaf': leaf}\n"
+        "def leaf(): return device_for('auto')\ndef run(s): return tree(3)['leaf']()\n",
+        True,
+    ),
+    "two functions that wrap each other": (
+        "def a(n): return {'k': b(n), 'g': device_for}\ndef b(n): return (a(n),)\ndef run(s): return a(1)\n",
+        False,
+    ),
+    "an attribute that holds itself": (
+        "class T:\n    def go(self):\n        self.x = [self.x, device_for]\n        return self.x\n"
+        "def run(s): return T().go()[1]('auto')\n",
+        True,
+    ),
+    "an argument wrapped at each call": ("def a(x): return a([x])\ndef run(s): return a([device_for])\n", False),
+    "a dotted name that grows": (
+        "import outside\ndef up(node): return up(node.parent)\ndef run(s):\n    up(outside.node)\n    device_for(s)\n",
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_values_that_nest_without_end_are_followed_to_an_end(tmp_path: Path, name: str) -> None:
+    source, explicit = ENDLESS[name]
+    assert scanned(tmp_path, IMPORT + source).explicit is explicit

@@ -33,7 +33,10 @@ PROTOCOL_METHODS = frozenset(
 )
 _TOO_DEEP = "{} is nested too deeply to be read"
 # Callables that call the function they are given.
-CALLING = frozenset(("map", "starmap", "submit", "apply", "apply_async", "to_thread", "run_in_executor"))
+CALLING = frozenset(
+    ("map", "starmap", "submit", "apply", "apply_async", "to_thread", "run_in_executor", "Thread", "Process")
+)
+LONGEST_PATH = 16  # parts of a dotted name; `node = node.parent` in a recursion would lengthen it without end
 
 
 class Site(BaseModel):
@@ -97,9 +100,10 @@ class Class:
 
 @dataclass(frozen=True)
 class Container:
-    """A literal dict, list or tuple; keys that are not constants are None."""
+    """What a dict, list, tuple or set display makes. Its elements are kept by display, in `_Analysis.elements`:
+    a recursive function may put its own result into one, and so nest it without end."""
 
-    items: tuple[tuple[Any, Values], ...]
+    node: ast.Dict | ast.List | ast.Tuple | ast.Set
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,6 +198,22 @@ def _constant_truth(test: ast.expr) -> bool | None:
     return None
 
 
+def _arms(node: ast.If) -> tuple[list[ast.expr], list[list[ast.stmt]]]:
+    """Tests and bodies of an `if` and its `elif`s, which the syntax tree nests; bodies that never run are left out."""
+    tests: list[ast.expr] = []
+    bodies: list[list[ast.stmt]] = []
+    rest: list[ast.stmt] = [node]
+    while len(rest) == 1 and isinstance(arm := rest[0], ast.If):
+        truth = _constant_truth(arm.test)
+        tests.append(arm.test)
+        if truth is not False:
+            bodies.append(arm.body)
+        if truth:
+            return tests, bodies
+        rest = arm.orelse
+    return tests, [*bodies, rest]
+
+
 def _targets(node: ast.AST) -> Iterator[str]:
     """Names that an assignment target binds."""
     for child in ast.walk(node):
@@ -260,6 +280,7 @@ class _Analysis:
         self.returns: dict[ast.AST, Values] = {}
         self.arguments: dict[tuple[ast.AST, str], Values] = {}
         self.attributes: dict[str, Values] = {}
+        self.elements: dict[ast.AST, dict[Any, Values]] = {}  # of each container; a key that is no constant is None
         self.mentioned: set[str] = set()
         self.forced: dict[int, Values] = {}
         self.forcing: set[int] = set()
@@ -283,10 +304,8 @@ class _Analysis:
                     self._bind_constant(target, value, env)
                 case ast.AugAssign(target=ast.Name(id=name), value=value):
                     env[name] = env.get(name, NOTHING) | {Constant(name, value, dict(env))}
-                case ast.If(test=test, body=then, orelse=orelse):
-                    self._branches(
-                        env, [b for b, dead in ((then, False), (orelse, True)) if _constant_truth(test) is not dead]
-                    )
+                case ast.If():
+                    self._branches(env, _arms(statement)[1])
                 case ast.Try(body=tried, handlers=handlers, orelse=orelse, finalbody=final):
                     self._branches(env, [[*tried, *orelse], *(handler.body for handler in handlers)])
                     self._bind_module(final, env)
@@ -377,7 +396,10 @@ class _Analysis:
 
     def _size(self) -> int:
         """Grows whenever the analysis learns something; equal sizes of two rounds mean a fixed point."""
-        tables: Sequence[dict[Any, Values]] = (self.returns, self.arguments, self.attributes, self.module.env)
+        tables: Sequence[dict[Any, Values]] = (
+            *(self.returns, self.arguments, self.attributes, self.module.env),
+            *self.elements.values(),
+        )
         return (
             len(self.reached)
             + len(self.mentioned)
@@ -386,12 +408,9 @@ class _Analysis:
         )
 
     def _reach(self, value: Value, owner: Owner | None, line: int) -> None:
-        if isinstance(value, Container):
-            for _, values in value.items:
-                for inner in values:
-                    self._reach(inner, owner, line)
-        elif isinstance(value, Function | Class) and value not in self.reached:
-            self.reached[value] = (owner, line)
+        for inner in self._spread(frozenset([value])):
+            if isinstance(inner, Function | Class) and inner not in self.reached:
+                self.reached[inner] = (owner, line)
 
     def _chain(self, owner: Owner | None) -> list[str]:
         chain: list[str] = []
@@ -477,12 +496,11 @@ class _Analysis:
             case ast.Raise() | ast.Break() | ast.Continue():
                 self._children(node, scope)
                 return False
-            case ast.If(test=test, body=then, orelse=orelse):
-                self._value(test, scope)
-                truth = _constant_truth(test)
-                if truth is None:
-                    return self._fork(scope, [then, orelse])
-                return self._block(then if truth else orelse, scope)
+            case ast.If():
+                tests, bodies = _arms(node)
+                for test in tests:
+                    self._value(test, scope)
+                return self._fork(scope, bodies)
             case ast.While(test=test, body=body, orelse=orelse):
                 self._value(test, scope)
                 if _constant_truth(test) is not False:
@@ -593,7 +611,7 @@ class _Analysis:
                     for inner, each in zip(targets, evaluated):
                         self._assign(inner, each, scope)
                 else:
-                    spread = _spread(values)
+                    spread = self._spread(values)
                     for inner in targets:
                         self._assign(inner, spread, scope)
             case ast.Starred(value=inner):
@@ -637,14 +655,10 @@ class _Analysis:
                 for key in keys:
                     if key is not None:
                         self._value(key, scope)
-                items = [
-                    (key.value if isinstance(key, ast.Constant) else None, self._evaluate(element, scope))
-                    for key, element in zip(keys, elements)
-                ]
-                return frozenset([Container(tuple(items))])
+                names = [key.value if isinstance(key, ast.Constant) else None for key in keys]
+                return self._container(node, names, elements, scope)
             case ast.List(elts=elements) | ast.Tuple(elts=elements) | ast.Set(elts=elements):
-                items = [(i, self._evaluate(element, scope)) for i, element in enumerate(elements)]
-                return frozenset([Container(tuple(items))])
+                return self._container(node, range(len(elements)), elements, scope)
             case ast.Subscript(value=base, slice=index):
                 self._value(index, scope)
                 return self._subscript(self._evaluate(base, scope), index)
@@ -662,6 +676,13 @@ class _Analysis:
                 return values
             case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
                 return self._comprehension(node, scope)
+            case ast.BinOp():
+                operands = []
+                left: ast.expr = node
+                while isinstance(left, ast.BinOp):  # a long sum nests to the left
+                    operands.append(left.right)
+                    left = left.left
+                return frozenset().union(*(self._value(operand, scope) for operand in (left, *reversed(operands))))
             case ast.Yield(value=value) | ast.YieldFrom(value=value):
                 if value is not None:
                     scope.returns |= self._value(value, scope)
@@ -686,7 +707,31 @@ class _Analysis:
         return frozenset().union(*(self._value(part, inner) for part in parts))
 
     def _elements(self, node: ast.expr, scope: Scope) -> Values:
-        return _spread(self._value(node, scope))
+        return self._spread(self._value(node, scope))
+
+    def _container(
+        self,
+        node: ast.Dict | ast.List | ast.Tuple | ast.Set,
+        keys: Iterable[Any],
+        elements: Iterable[ast.expr],
+        scope: Scope,
+    ) -> Values:
+        held = self.elements.setdefault(node, {})
+        for key, element in zip(keys, elements):
+            held[key] = held.get(key, NOTHING) | self._evaluate(element, scope)
+        return frozenset([Container(node)])
+
+    def _spread(self, values: Values) -> Values:
+        """Elements of containers, and of those in them; other values as they are."""
+        seen: set[Value] = set()
+        waiting = set(values)
+        while waiting:
+            value = waiting.pop()
+            seen.add(value)
+            if isinstance(value, Container):
+                waiting.update(*self.elements[value.node].values())
+                waiting -= seen
+        return frozenset(value for value in seen if not isinstance(value, Container))
 
     def _subscript(self, base: Values, index: ast.expr) -> Values:
         found: Values = NOTHING
@@ -694,15 +739,20 @@ class _Analysis:
             if not isinstance(value, Container):
                 found |= {value}
                 continue
-            known = isinstance(index, ast.Constant) and all(key is not None for key, _ in value.items)
-            for key, values in value.items:
+            held = self.elements[value.node]
+            known = isinstance(index, ast.Constant) and None not in held
+            for key, values in held.items():
                 if not known or (isinstance(index, ast.Constant) and key == index.value):
                     found |= values
         return found
 
     def _attribute(self, node: ast.Attribute, scope: Scope) -> Values:
         base = self._value(node.value, scope)
-        imported = frozenset(Imported(f"{v.path}.{node.attr}") for v in base if isinstance(v, Imported))
+        imported = frozenset(
+            Imported(f"{v.path}.{node.attr}")
+            for v in base
+            if isinstance(v, Imported) and v.path.count(".") < LONGEST_PATH
+        )
         if imported and all(isinstance(v, Imported) for v in base):
             return imported
         self.mentioned.add(node.attr)
@@ -819,7 +869,7 @@ class _Analysis:
             return results
         # Something of another file: it may wrap the functions it is given (`partial`, `wraps`), or call them.
         given = frozenset().union(*positional, *keywords.values())
-        functions = frozenset(v for v in _spread(given) if isinstance(v, Function | Imported))
+        functions = frozenset(v for v in self._spread(given) if isinstance(v, Function | Imported))
         if _called_name(node) in CALLING and any(map(self._is_device_for, functions)):
             self._record(node, scope)
         return frozenset(v for v in functions if isinstance(v, Function) or self._is_device_for(v))
@@ -838,14 +888,6 @@ class _Analysis:
         for name, values in passed:
             key = (function.node, name)
             self.arguments[key] = self.arguments.get(key, NOTHING) | values
-
-
-def _spread(values: Values) -> Values:
-    """Elements of containers; other values as they are."""
-    found: Values = NOTHING
-    for value in values:
-        found |= _spread(frozenset().union(*(v for _, v in value.items))) if isinstance(value, Container) else {value}
-    return found
 
 
 def _called_name(node: ast.AST) -> str:
