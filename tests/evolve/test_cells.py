@@ -203,6 +203,10 @@ def test_sizes_are_overridden_by_name() -> None:
     assert sizes_for(workflow, config)["rows"] == 96
     with pytest.raises(UserError, match=r"no size 'stepz'.*'steps'"):
         sizes_for(workflow, config.model_copy(update={"sizes": {"stepz": 3}}))
+    assert sizes_for(workflow, config.model_copy(update={"sizes": {"pause_ms": 0}}))["pause_ms"] == 0
+    for name, value in (("steps", 0), ("pause_ms", -1)):
+        with pytest.raises(UserError, match=rf"size {name} is at least \d, not {value}"):
+            sizes_for(workflow, config.model_copy(update={"sizes": {name: value}}))
 
 
 def test_after_lack_of_memory_the_effective_batch_stays() -> None:

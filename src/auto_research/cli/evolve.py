@@ -394,7 +394,7 @@ def configure(given: dict[str, Any]) -> RunConfig:
         "budget": given["budget"],
         "generations": generations if given["generations"] is None else given["generations"],
         "population": population if given["population"] is None else given["population"],
-        "seeds": _seeds(given["seeds"] or ("42" if smoke else "42,43,44"), "--seeds"),
+        "seeds": _seeds(("42" if smoke else "42,43,44") if given["seeds"] is None else given["seeds"], "--seeds"),
         "confirm_seeds": [] if fresh == "none" else _seeds(fresh, "--confirm-seeds"),
         "run_seed": given["run_seed"],
         "sampler": given["sampler"],
@@ -414,7 +414,9 @@ def configure(given: dict[str, Any]) -> RunConfig:
         return RunConfig.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
-        raise UserError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        field = str(first["loc"][0])
+        option = {"z": "confidence-z", "delta_min": "minimum-gain", "n_min": "promotion-min-seeds"}.get(field, field)
+        raise UserError(f"--{option.replace('_', '-')}: {first['msg']}, got {first['input']}") from error
 
 
 def choose(key: str | None, model: str | None, dataset: str | None) -> Workflow:

@@ -70,12 +70,17 @@ def artefact_folder(folder: Path, result: CellResult) -> Path:
 
 
 def sizes_for(workflow: Workflow, config: RunConfig) -> Sizes:
-    """The sizes of this budget with the overrides of the configuration. Raises `UserError` for an unknown one."""
+    """The sizes of this budget with the overrides of the configuration.
+
+    Raises `UserError` for an unknown one, and for one that is negative, or 0 where the budget has more.
+    """
     sizes = workflow.sizes(config.budget)
-    for name in config.sizes:
+    for name, value in config.sizes.items():
         if name not in sizes.values:
             known = ", ".join(sizes.values)
             raise UserError(f"{workflow.key} has no size '{name}'.{nearest(name, sizes.values)} Known: {known}.")
+        if value < (least := min(1, sizes.values[name])):
+            raise UserError(f"size {name} is at least {least}, not {value}")
     return Sizes(sizes.budget, {**sizes.values, **config.sizes})
 
 

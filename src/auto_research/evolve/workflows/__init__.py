@@ -30,8 +30,9 @@ def workflow(key: str) -> Workflow:
     else:
         raise UserError(f"there is no workflow '{key}'.{nearest(key, WORKFLOWS)} Known: {', '.join(WORKFLOWS)}.")
     try:
-        made = getattr(importlib.import_module(module), name)()
-    except (ImportError, AttributeError) as error:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:  # ValueError: an empty name
         raise UserError(f"workflow '{key}' cannot be imported: {error}") from error
-    assert isinstance(made, Workflow)
-    return made
+    if not (isinstance(found, type) and issubclass(found, Workflow)):
+        raise UserError(f"'{key}' is no workflow: name a subclass of auto_research.evolve.workflow.Workflow")
+    return found()
