@@ -47,6 +47,7 @@ DEVICE = {
     "cat": lambda: torch.cat([torch.ones(2), meta(2)]),
     "layer_norm": lambda: nn.functional.layer_norm(torch.ones(2, 2), (2,), meta(2), meta(2)),
     "numpy": lambda: meta(2).numpy(),
+    "attention": lambda: nn.functional.scaled_dot_product_attention(meta(1, 2, 2), *[torch.ones(1, 2, 2)] * 2),
     "lengths": lambda: nn.utils.rnn.pack_padded_sequence(torch.ones(2, 1, 1), meta(1).long()),
 }
 DTYPE = {
@@ -62,6 +63,22 @@ DTYPE = {
     "index_put": lambda: torch.ones(3).index_put_((torch.tensor([0]),), torch.ones(1, dtype=BF16)),
     "scatter": lambda: torch.ones(3).scatter_(0, torch.tensor([0]), torch.ones(1, dtype=BF16)),
     "recurrent": lambda: nn.GRU(2, 2)(torch.ones(1, 1, 2), torch.ones(1, 1, 2, dtype=BF16)),
+    "recurrent input": lambda: nn.LSTM(2, 2)(torch.ones(1, 1, 2, dtype=BF16)),
+    "index_add": lambda: torch.ones(3).index_add_(0, torch.tensor([0]), torch.ones(1, dtype=BF16)),
+    "masked_scatter": lambda: torch.ones(1).masked_scatter_(torch.tensor([True]), torch.ones(1, dtype=BF16)),
+    "lerp": lambda: torch.ones(2).lerp(torch.ones(2, dtype=BF16), 0.5),
+    "dot": lambda: torch.dot(torch.ones(2), torch.ones(2, dtype=BF16)),
+    "baddbmm": lambda: torch.baddbmm(torch.ones(1, 1, 1), *[torch.ones(1, 1, 1, dtype=BF16)] * 2),
+    "attention mask": lambda: nn.functional.scaled_dot_product_attention(
+        *[torch.ones(1, 1, 2, 2)] * 3, attn_mask=torch.ones(2, 2, dtype=torch.float64)
+    ),
+    "target": lambda: nn.functional.cross_entropy(torch.ones(2, 3), torch.tensor([0, 1], dtype=torch.int32)),
+    "ids": lambda: nn.Embedding(3, 2)(torch.tensor([0.5])),
+    "mean of integers": lambda: torch.tensor([1, 2]).mean(),
+    "low precision": lambda: torch.linalg.inv(torch.eye(2, dtype=torch.half)),
+    "least squares": lambda: torch.linalg.lstsq(*[torch.eye(2, dtype=BF16)] * 2),
+    "condition": lambda: torch.where(torch.tensor([1, 0]), torch.ones(2), torch.zeros(2)),
+    "float kernel": lambda: torch.ones(1) & torch.ones(1, dtype=torch.long),
     "integer kernel": lambda: torch.ones(2, 2, dtype=torch.long).softmax(0),
 }
 INDEX = {
@@ -69,6 +86,7 @@ INDEX = {
     "target": lambda: nn.CrossEntropyLoss()(torch.ones(2, 3), torch.tensor([5, 0])),
     "gather": lambda: torch.ones(3).gather(0, torch.tensor([7])),
     "index": lambda: torch.ones(3)[torch.tensor([7])],
+    "one_hot": lambda: nn.functional.one_hot(torch.tensor([7]), 3),
 }
 MATRIX = {
     "cholesky": lambda: torch.linalg.cholesky(-torch.eye(2)),
@@ -108,7 +126,8 @@ def _cases(kind: str, actions: dict[str, Callable[[], object]]) -> list[Any]:
         *_cases("out_of_memory", {"torch": lambda: torch.empty(10**15), "numpy": lambda: _huge_array()}),
         *_cases("device_absent", {"cuda": lambda: _raise(AssertionError("Torch not compiled with CUDA enabled"))}),
         *_cases("missing_package", {"import": lambda: __import__("no_such_package_here")}),
-        *_cases("missing_data", {"file": lambda: Path("/no/such/u.data").read_text()}),
+        *_cases("missing_data", {"file": lambda: Path("/no/such/u.data").read_text(), "polars": lambda: _read_csv()}),
+        *_cases("missing_checkpoint", {"safetensors": lambda: _read_weights()}),
     ],
 )
 def test_errors_that_a_cpu_can_provoke(kind: str, action: Callable[[], object]) -> None:
@@ -119,6 +138,18 @@ def _huge_array() -> None:
     import numpy as np
 
     np.ones((10**7, 10**7))
+
+
+def _read_csv() -> None:
+    import polars
+
+    polars.read_csv("/no/such/ratings.csv")
+
+
+def _read_weights() -> None:
+    from safetensors.torch import load_file
+
+    load_file("/no/such/model.safetensors")
 
 
 # Texts of CUDA, MPS and other builds, as their sources and users' reports have them.
@@ -139,9 +170,14 @@ KNOWN_TEXTS = [
         "device_mix",
         "Input type (torch.cuda.FloatTensor) and weight type (torch.FloatTensor) should be the same",
     ),
+    ("device_mix", "Input type (CUDABFloat16Type) and weight type (CPUBFloat16Type) should be the same"),
+    ("device_mix", "Input type (MPSFloatType) and weight type (torch.FloatTensor) should be the same"),
+    ("device_mix", "expected self and mask to be on the same device, but got mask on cpu and self on cuda:0"),
     ("device_mix", "Input and hidden tensors are not at the same device, found input tensor at cuda:0 and hidden"),
     ("device_mix", "Placeholder storage has not been allocated on MPS device!"),
     ("device_absent", "CUDA error: invalid device ordinal"),
+    ("device_absent", "Could not run 'aten::empty.memory_format' with arguments from the 'MPS' backend."),
+    ("dtype_boundary", "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64."),
     ("device_absent", "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU"),
     ("dtype_boundary", "expected mat1 and mat2 to have the same dtype, but got: float != c10::BFloat16"),
     ("dtype_boundary", "expected scalar type BFloat16 but found Float"),
@@ -194,7 +230,8 @@ def test_transformers_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     missing = provoked(lambda: AutoModel.from_pretrained("nobody/nothing-here"), checkpoints=["minilm", "micro"])
     assert missing.kind == "missing_checkpoint"
     assert "auto-research prepare minilm" in missing.next_step
-    assert provoked(lambda: AutoModel.from_pretrained("/no/such/folder")).kind == "missing_checkpoint"
+    for absent in ("/no/such/folder", "no/such/folder", "./no-such-folder"):
+        assert provoked(lambda name=absent: AutoModel.from_pretrained(name)).kind == "missing_checkpoint"
     tiny = BertConfig(
         hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=9, model_type="bert"
     )
@@ -209,6 +246,7 @@ def test_transformers_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         lambda: model.config.no_such_field,
         lambda: __import__("transformers", fromlist=["AdamW"]).AdamW,
         lambda: exec("from transformers import AdamW"),
+        lambda: exec("import transformers.models.bert.no_such_module"),
         lambda: model(ids, attention_mask="wrong"),
     ):
         assert provoked(action).kind == "transformers_api"

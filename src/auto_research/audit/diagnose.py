@@ -144,6 +144,12 @@ _LIBRARY_CLASS = (
     r"(?:Bert|Roberta|Llama|Gemma|Qwen|Mistral|Phi|GPT|T5|Idefics|SmolVLM|SmolLM)\w*)"
 )
 
+_DATA_FILE = r"\.(?:csv|tsv|jsonl?|txt|gz|xz|zip|tar|parquet|arrow|feather|npy|npz|h5|hdf5|dat|item|data|base)"
+_WEIGHTS_FILE = r"\.(?:safetensors|gguf|pt|pth|bin|ckpt)"
+# How a convolution's message names the type of a tensor: on an accelerator, and on the host.
+_ON_ACCELERATOR = r"(?:torch\.(?:cuda|mps)\.\w+|(?:CUDA|MPS)\w+)"
+_ON_HOST = r"(?:torch\.(?!cuda|mps)\w+|CPU\w+)"
+
 # The first rule that fits wins: special texts before the general ones that contain them.
 RULES: tuple[Rule, ...] = (
     _rule(
@@ -153,7 +159,8 @@ RULES: tuple[Rule, ...] = (
         r"couldn't find them in the cached files",
         r"is not a local folder and is not a valid model identifier",
         r"outgoing traffic has been disabled",
-        r"Repo id must be in the form .*: '/",
+        r"Repo id must (?:be in the form|use alphanumeric chars)",  # said of a folder that is not there
+        rf"No such file or directory: '?[^']*{_WEIGHTS_FILE}\b",
         r"Cannot find an appropriate cached snapshot folder",
         r"Error no file named .* found in directory",
         r"does not appear to have a file named (?:config\.json|pytorch_model|model\.safetensors)",
@@ -163,9 +170,11 @@ RULES: tuple[Rule, ...] = (
         "missing_data",
         "A data set that it needs is not on this machine.",
         "Run `auto-research prepare {dataset}` or point --dataset-dir at the folder that holds it.",
-        r"No such file or directory: '[^']*\.(?:csv|tsv|jsonl?|txt|gz|xz|zip|tar|parquet|arrow|dat|item|data|base)'",
+        rf"No such file or directory: '[^']*{_DATA_FILE}'",
+        rf"No such file or directory \(os error 2\): \S+{_DATA_FILE}\b",  # polars
         r"Couldn't find (?:a dataset script|any data file|file at)",
         r"Couldn't reach '[^']*' on the Hub",
+        rf"Unable to find '[^']*{_DATA_FILE}'",
         classes=("MissingData", "DatasetNotFoundError", "DataFilesNotFoundError"),
     ),
     _rule(
@@ -180,6 +189,9 @@ RULES: tuple[Rule, ...] = (
         "The requested device is not on this machine.",
         "Choose another --device, or run `auto-research doctor` to see what this torch build offers.",
         r"Torch not compiled with CUDA enabled",
+        r"module 'torch\._C' has no attribute '_cuda_",
+        r"without ATen_cuda library",
+        r"Could not run 'aten::empty[\w.]*' with arguments from the '(?:CUDA|MPS)' backend",
         r"Found no NVIDIA driver on your system",
         r"No CUDA GPUs are available",
         r"invalid device ordinal",
@@ -241,8 +253,10 @@ RULES: tuple[Rule, ...] = (
         r"Expected a '\w+' device type for generator but found '\w+'",
         r"Input and (?:hidden|parameter) tensors are not at the same device",
         r"'lengths' argument should be a 1D CPU int64 tensor",
-        r"Input type \(torch\.(?:cuda|mps)\.\w+\) and \w+ type \(torch\.(?!cuda|mps)\w+\)",
-        r"Input type \(torch\.(?!cuda|mps)\w+\) and \w+ type \(torch\.(?:cuda|mps)\.\w+\)",
+        rf"Input type \({_ON_ACCELERATOR}\) and \w+ type \({_ON_HOST}\)",
+        rf"Input type \({_ON_HOST}\) and \w+ type \({_ON_ACCELERATOR}\)",
+        r"(?:expected|must) .*to be on the same device|must be on the same device",
+        r"to have the same device type, but got",
         r"Attempting to deserialize object on a? ?CUDA device",
         r"Placeholder storage has not been allocated on MPS device",
         r"cannot pin 'torch\.cuda",
@@ -254,19 +268,28 @@ RULES: tuple[Rule, ...] = (
         "Two parts of the model meet in different data types, or the device has no kernel for this type.",
         "Convert explicitly at the checkpoint/head boundary (auto_research.checkpoints.boundary), or cast before the "
         "operation.",
-        r"must have the same dtype",
-        r"to have the same dtype",
-        r"should have the same dtype",
+        r"(?:must|should|to) have (?:the )?same (?:dtypes?|scalar type)",
+        r"[Ii]nput dtypes must be the same",
+        r"RNN input dtype \(\S+\) does not match weight dtype",
         r"expected scalar type \w+ but found \w+",
+        r"expected (?:\w+ )?dtype (?:to be )?[\w: `]+,? but got",
+        r"Expected attn_mask dtype to be",
+        r"Expected tensor for argument .* (?:scalar types: |to have the same type as)",
+        r"Input dtype must be (?:either )?a? ?floating point",
+        r"only supports floating-point dtypes",
+        r"Low precision dtypes not supported",
+        r"doesn't handle types other than float and double",
+        r"expected condition to be a boolean tensor",
+        r"tensors used as indices must be long, int, byte or bool",
+        r"MPS framework doesn't support float64",
         r"Input type \([\w:.]+\) and (?:bias|weight) type \([\w:.]+\) should be the same",
         r"dtypes? (?:of source|match for the source)|source and destination dtypes match",
         r"can't be cast to the desired output type",
         r"mixed dtype \((?:CPU|CUDA)\)",
         r"Expected self\.dtype to be equal to src\.dtype",
-        r"not implemented for '(?:Half|BFloat16|Long|Int|Short|Char|Byte|Bool|Float8\w*)'",
+        r"not implemented for '(?:Half|BFloat16|Float\w*|Double|Long|Int|Short|Char|Byte|Bool)'",
         r"unsupported ScalarType BFloat16",
         r"invalid dtype for bias",
-        r"Expected query, key, and value to have the same dtype",
         r"Found dtype \w+ but expected \w+",
     ),
     _rule(
@@ -288,6 +311,7 @@ RULES: tuple[Rule, ...] = (
         r"device-side assert triggered",
         r"index \d+ is out of bounds for dimension",
         r"Target \d+ is out of bounds",
+        r"Class values must be smaller than num_classes",
     ),
     _rule(
         "transformers_api",
@@ -295,7 +319,9 @@ RULES: tuple[Rule, ...] = (
         "Compare the call with the installed version (`auto-research doctor` prints it) and read outputs in a way "
         "that holds for both.",
         r"cannot import name '\w+' from '(?:transformers|trl|peft|tokenizers|accelerate)",
+        r"No module named '(?:transformers|trl|peft)\.",
         r"module '?(?:transformers|trl|peft)[\w.]*'? has no attribute",
+        r"has model type [`'\"]?\w+[`'\"]? but Transformers does not recognize",
         r"'(?:tuple|list|Tensor)' object has no attribute "
         r"'(?:last_hidden_state|logits|hidden_states|pooler_output|loss|sequences|input_ids)'",
         rf"'{_LIBRARY_CLASS}' object has no attribute",
@@ -307,9 +333,11 @@ RULES: tuple[Rule, ...] = (
         "missing_package",
         "A Python package that it imports is not installed.",
         "Install the package named in the message, or the extra of auto-research that brings it.",
-        r"No module named '[\w.]+'",
+        r"No module named",
+        r"ModuleNotFoundError",
         r"requires the \S+ library but it was not found",
-        classes=("ModuleNotFoundError",),
+        r"the package for \S+ doesn't seem to be installed",
+        r"requires \S+: `pip install",
     ),
 )
 
