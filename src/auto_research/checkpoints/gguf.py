@@ -15,7 +15,12 @@ from auto_research.runtime.errors import UserError
 if TYPE_CHECKING:
     from auto_research.checkpoints.resolve import Entry
 
-__all__ = ["converted"]
+__all__ = ["conversion_folder", "converted"]
+
+
+def conversion_folder(entry: Entry, sha256: str) -> Path:
+    """Where the conversion of the GGUF file with this checksum is kept, whether or not it is there."""
+    return cache_folder("checkpoints", f"{entry.name}-{sha256[:16]}")
 
 
 def converted(file: Path, entry: Entry) -> Path:
@@ -28,8 +33,7 @@ def converted(file: Path, entry: Entry) -> Path:
         UserError: the file is not what its package recorded, or it cannot be read as GGUF.
     """
     recorded = _recorded_sha256(file, entry)
-    checksum = recorded or _sha256(file)
-    folder = cache_folder("checkpoints", f"{entry.name}-{checksum[:16]}")
+    folder = conversion_folder(entry, recorded or _sha256(file))
 
     def build(temporary: Path) -> None:
         if recorded is not None and _sha256(file) != recorded:

