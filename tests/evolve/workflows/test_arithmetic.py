@@ -16,22 +16,22 @@ from auto_research.evolve import genome as genomes
 from auto_research.evolve.space import Genome
 from auto_research.evolve.workflow import Data, NonFinite, SealedTest, Sizes
 from auto_research.evolve.workflows import workflow
-from auto_research.evolve.workflows.arithmetic import (
-    PAIR_LOSSES,
-    Arithmetic,
+from auto_research.evolve.workflows._arithmetic import (
     Batch,
     Policy,
     Problems,
     Trace,
     _draw,
-    _unwatched,
     forward_flops,
+    fresh_policy,
     generate,
     make_pairs,
     pass_at_k,
+    post_train,
     token_divergence,
     verify,
 )
+from auto_research.evolve.workflows.arithmetic import PAIR_LOSSES, Arithmetic, _unwatched
 from auto_research.tasks.arithmetic import END, PAD, encode_prompts, encode_responses, expression
 
 LOSSES = ("sft", *PAIR_LOSSES, "rejection-sft")
@@ -77,9 +77,9 @@ def train(arithmetic: Arithmetic, sizes: Sizes, data: Data, changes: Genome, see
 def traced(arithmetic: Arithmetic, sizes: Sizes, data: Data, changes: Genome, **override: int) -> Trace:
     """What happened at every update after the warm-up of seed 0; `override` concerns those updates alone."""
     trace = Trace()
-    start = arithmetic._warm_up(data, 0, sizes, "cpu", _unwatched)
+    start = arithmetic.warm_up(data, 0, sizes, "cpu", _unwatched)
     sizes = Sizes("smoke", {**sizes.values, **override})
-    arithmetic._post_train(arithmetic.space.resolve(changes), start, data, 0, sizes, "cpu", _unwatched, trace)
+    post_train(arithmetic.space.resolve(changes), start, data.parts["train"], 0, sizes, "cpu", _unwatched, trace)
     return trace
 
 
@@ -387,7 +387,7 @@ def test_cost_counts_the_matrix_products(arithmetic: Arithmetic) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     sizes = arithmetic.sizes("smoke")
-    policy = arithmetic._policy(sizes, 0)
+    policy = fresh_policy(sizes, 0)
     with FlopCounterMode(display=False) as counter:
         policy.respond(prompts(), encode_responses(["4", "48", "-20"]))
     assert counter.get_total_flops() == pytest.approx(3 * forward_flops(sizes, 9, 4), rel=0.05)

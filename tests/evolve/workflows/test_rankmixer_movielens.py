@@ -15,13 +15,12 @@ from auto_research.evolve.genome import effects, provenance
 from auto_research.evolve.records import Candidate
 from auto_research.evolve.workflow import Data, NonFinite, SealedTest, Sizes
 from auto_research.evolve.workflows import workflow as find_workflow
-from auto_research.evolve.workflows.rankmixer_movielens import (
+from auto_research.evolve.workflows._rankmixer import (
     LAST,
     RECENT,
     Corpus,
     Held,
     Histories,
-    RankMixerMovieLens,
     Recommender,
     Window,
     assess,
@@ -37,6 +36,7 @@ from auto_research.evolve.workflows.rankmixer_movielens import (
     searchable,
     split,
 )
+from auto_research.evolve.workflows.rankmixer_movielens import RankMixerMovieLens
 from auto_research.runtime.errors import UserError
 from auto_research.tasks.base import train_steps
 
@@ -339,7 +339,7 @@ def test_losses_by_hand(data, loss):
 
 def test_sparse_blocks_train_two_routers_and_serve_one(data):
     corpus: Corpus = data.parts
-    trained, _ = fit(genome(mix_block="sparse-moe"), corpus, 0, SIZES, CPU, 4, lambda step, loss: None)
+    trained, _ = fit(genome(mix_block="sparse-moe"), corpus, 0, SIZES, "cpu", 4, lambda step, loss: None)
     fresh = model_of(data, mix_block="sparse-moe")
     moved = {n for (n, p), (_, q) in zip(trained.named_parameters(), fresh.named_parameters()) if not torch.equal(p, q)}
     assert any("for_train" in name for name in moved)
@@ -450,7 +450,7 @@ def test_every_part_learns_a_batch_by_heart(data, changes):
 
 def test_training_reports_its_steps_and_ends_ready_to_serve(data):
     seen: list[int] = []
-    model, losses = fit(genome(), data.parts, 0, SIZES, CPU, 25, lambda step, loss: seen.append(step))
+    model, losses = fit(genome(), data.parts, 0, SIZES, "cpu", 25, lambda step, loss: seen.append(step))
     assert seen == [20, 25]
     assert len(losses) == 25
     assert not model.training
@@ -458,7 +458,7 @@ def test_training_reports_its_steps_and_ends_ready_to_serve(data):
 
 def test_the_same_seed_trains_the_same_model_and_another_does_not(data):
     def weights(seed: int) -> torch.Tensor:
-        model = fit(genome(), data.parts, seed, SIZES, CPU, 3, lambda step, loss: None)[0]
+        model = fit(genome(), data.parts, seed, SIZES, "cpu", 3, lambda step, loss: None)[0]
         return torch.cat([p.detach().flatten() for p in model.parameters()])
 
     assert torch.equal(weights(5), weights(5))
@@ -468,7 +468,7 @@ def test_the_same_seed_trains_the_same_model_and_another_does_not(data):
 def test_a_loss_that_is_not_finite_ends_the_cell(data, monkeypatch):
     monkeypatch.setattr(Recommender, "loss", lambda self, batch: self.items.weight.sum() * float("nan"))
     with pytest.raises(NonFinite):
-        fit(genome(), data.parts, 0, SIZES, CPU, 2, lambda step, loss: None)
+        fit(genome(), data.parts, 0, SIZES, "cpu", 2, lambda step, loss: None)
 
 
 def test_stored_weights_give_the_same_scores(data, tmp_path):
@@ -508,14 +508,14 @@ def test_metrics_of_a_known_table(data):
     for user in range(corpus.num_users):  # what the user knows must not stand in the way
         table[user, corpus.train.items[corpus.train.offsets[user] : corpus.train.offsets[user + 1]] + 1] = 3.0
     model = Clairvoyant(data, table)
-    found = assess(model, corpus, corpus.valid, SIZES, CPU)
+    found = assess(model, corpus, corpus.valid, SIZES, "cpu")
     assert found.metrics["ndcg@10"] == found.metrics["hit@10"] == found.metrics["ndcg@10/long"] == 1.0
     assert found.units == [1.0] * corpus.num_users
     lengths = model.lengths[:-1]  # without the counting of FLOPs
     half = len(lengths) // 2
     assert (max(lengths[:half]), max(lengths[half:])) == (RECENT, LAST)
     table[torch.arange(corpus.num_users), target] = -1.0
-    assert assess(Clairvoyant(data, table), corpus, corpus.valid, SIZES, CPU).metrics["ndcg@10"] < 0.2
+    assert assess(Clairvoyant(data, table), corpus, corpus.valid, SIZES, "cpu").metrics["ndcg@10"] < 0.2
 
 
 def test_evaluated_users_are_always_the_same(data):
