@@ -1,5 +1,6 @@
 """Downloads from a server in this process that misbehaves on demand, and archives that try to escape."""
 
+import gzip
 import hashlib
 import io
 import stat
@@ -39,6 +40,10 @@ class Site:
     ranges: bool = True
     etag: str | None = '"v1"'
     declares_length: bool = True
+    compresses: bool = False
+    """Sends gzip although it was asked not to."""
+    always: tuple[int, str] | None = None
+    """Status and Content-Range of every answer to a request for a range."""
 
 
 @pytest.fixture
@@ -66,6 +71,13 @@ def site(monkeypatch) -> Iterator[Site]:
             begin = int(wanted.removeprefix("bytes=").removesuffix("-")) if wanted and state.ranges else 0
             if begin and self.headers.get("If-Range", state.etag) != state.etag:
                 begin = 0
+            if wanted and state.always:
+                self.send_response(state.always[0])
+                self.send_header("Content-Range", state.always[1])
+                self.end_headers()
+                return
+            if state.compresses:
+                content = gzip.compress(content)
             if begin >= len(content):
                 self.send_response(416)
                 self.send_header("Content-Range", f"bytes */{len(content)}")
@@ -77,6 +89,8 @@ def site(monkeypatch) -> Iterator[Site]:
                 self.send_header("Content-Range", f"bytes {begin}-{len(content) - 1}/{len(content)}")
             if state.declares_length:
                 self.send_header("Content-Length", str(len(body)))
+            if state.compresses:
+                self.send_header("Content-Encoding", "gzip")
             if state.etag:
                 self.send_header("ETag", state.etag)
             self.end_headers()
@@ -165,6 +179,33 @@ def test_a_server_that_ignores_ranges_and_always_cuts_is_given_up(site):
     with pytest.raises(UserError, match="2 attempts without a new byte"):
         quickly(text_entry(site), retries=2)
     assert len(site.requests) <= 4
+
+
+def test_a_server_that_starts_again_each_time_is_given_up_when_it_gets_no_further(site):
+    site.ranges = False
+    site.cuts = [50_000, 90_000, 60_000, 80_000, 70_000, 85_000, *[88_000, 60_000] * 50]
+    with pytest.raises(UserError, match="3 attempts without a new byte"):
+        quickly(text_entry(site), retries=3)
+    assert len(site.requests) == 5
+
+
+@pytest.mark.parametrize("answer", [(206, f"bytes 0-9/{len(TEXT)}"), (206, "nonsense"), (416, "")])
+def test_a_server_that_answers_ranges_wrongly_is_read_from_the_start_or_given_up(site, answer):
+    site.always = answer
+    site.cuts = [50_000]
+    assert (quickly(text_entry(site)) / "input.txt").read_bytes() == TEXT
+    assert len(site.requests) == 3
+    site.requests.clear()
+    site.cuts = [50_000] * 100
+    (quickly(text_entry(site)) / "input.txt").unlink()
+    with pytest.raises(UserError, match="3 attempts without a new byte"):
+        quickly(text_entry(site), retries=3)
+
+
+def test_a_length_counted_in_compressed_bytes_is_not_that_of_the_file(site):
+    site.compresses = True
+    assert (quickly(text_entry(site)) / "input.txt").read_bytes() == TEXT
+    assert len(site.requests) == 1
 
 
 def test_a_changed_file_is_not_glued_to_an_old_beginning(site):
@@ -345,6 +386,10 @@ def test_fetch_refuses_an_archive_of_another_edition(site, cache):
         tarred({"link": b""}, kind=tarfile.LNKTYPE),
         tarred({"pipe": b""}, kind=tarfile.FIFOTYPE),
         tarred({"device": b""}, kind=tarfile.CHRTYPE),
+        tarred({".": b"2"}),
+        zipped({"a": b"1", "a/b": b"2"}),  # one name as file and as folder
+        tarred({"a/b": b"1", "a": b"2"}),
+        tarred({"x" * 300: b"1"}),
     ],
     ids=lambda content: "archive",  # archives hold the time they were made: as names they would never repeat
 )
@@ -354,6 +399,17 @@ def test_extract_refuses_members_that_leave_the_folder(write, tmp_path, content)
     with pytest.raises(UserError, match="is not unpacked because its member"):
         extract(packed, tmp_path / "in" / "out")
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_extract_takes_the_folder_itself_for_granted(write, tmp_path):
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        top = tarfile.TarInfo("./")
+        top.type = tarfile.DIRTYPE
+        archive.addfile(top)
+        archive.addfile(tarfile.TarInfo("./x"))
+    extract(write("in.tar", packed.getvalue()), tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["x"]
 
 
 def test_extract_refuses_bombs(write, tmp_path):

@@ -209,9 +209,9 @@ class Downloader:
         import requests
 
         idle = 0
+        most = _length(partial)  # a server without ranges starts again each time: only more than ever before counts
         with _bar(self.progress, url.rsplit("/", 1)[-1]) as report:
             while True:
-                before = _length(partial)
                 try:
                     if self._attempt(url, partial, report):
                         return
@@ -220,7 +220,8 @@ class Downloader:
                     reason = type(error).__name__
                 except requests.RequestException as error:
                     raise UserError(f"{url} cannot be fetched ({error})") from error
-                idle = 0 if _length(partial) > before else idle + 1
+                idle = 0 if _length(partial) > most else idle + 1
+                most = max(most, _length(partial))
                 if idle >= self.retries:
                     raise UserError(
                         f"{url} cannot be fetched ({reason}, {self.retries} attempts without a new byte); check the "
@@ -243,7 +244,7 @@ class Downloader:
             if answer.status_code == 416:  # the partial file is longer than the file of today, or just as long
                 whole = _total(answer) == have and have > 0
                 if not whole:
-                    partial.unlink()
+                    partial.unlink(missing_ok=True)
                 return whole
             if answer.status_code in (408, 425, 429) or answer.status_code >= 500:
                 raise requests.ConnectionError(f"status {answer.status_code}")
@@ -257,7 +258,12 @@ class Downloader:
             if answer.status_code == 206 and not continued:
                 partial.unlink(missing_ok=True)  # not the range asked for: start again
                 return False
-            total = _total(answer) if continued else _content_length(answer)
+            if continued:
+                total = _total(answer)
+            elif answer.headers.get("Content-Encoding", "identity") == "identity":
+                total = _content_length(answer)
+            else:  # encoded against our wish: the length is not that of the file
+                total = None
             validator = answer.headers.get("ETag") or answer.headers.get("Last-Modified")
             tag.unlink(missing_ok=True)
             if validator and not validator.startswith("W/"):
@@ -307,8 +313,8 @@ def extract(archive: Path, folder: Path, max_bytes: int = MAX_EXTRACTED) -> None
     """Unpack a zip or tar archive into `folder`, which must not exist; all of it or nothing.
 
     Refused with a UserError, before anything is written: a member with an absolute path or `..`, a link or a
-    device, two members of one name, more than `max_bytes` in all. A member longer than it declares, damaged or
-    encrypted ends the extraction, and `folder` is removed.
+    device, two members of one name, more than `max_bytes` in all. A member longer than it declares, damaged,
+    encrypted, or of a name that cannot be placed ends the extraction, and `folder` is removed.
     """
     try:
         if zipfile.is_zipfile(archive):
@@ -341,7 +347,7 @@ def _zip_members(archive: Path, packed: zipfile.ZipFile) -> Iterator[_Member]:
         kind = stat.S_IFMT(info.external_attr >> 16)
         if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
             raise _unsafe(archive, info.filename, "is a link or a device")
-        path = _inside(archive, info.filename)
+        path = _inside(archive, info.filename, folder=info.is_dir())
         if not info.is_dir():
             yield _Member(path, info.file_size, lambda info=info: packed.open(info))  # type: ignore[misc]
 
@@ -350,7 +356,7 @@ def _tar_members(archive: Path, bundle: tarfile.TarFile) -> Iterator[_Member]:
     for info in bundle:
         if not (info.isreg() or info.isdir()):
             raise _unsafe(archive, info.name, "is a link or a device")
-        path = _inside(archive, info.name)
+        path = _inside(archive, info.name, folder=info.isdir())
         if info.isreg():
             yield _Member(path, info.size, lambda info=info: _opened(bundle, info))  # type: ignore[misc]
 
@@ -362,16 +368,29 @@ def _opened(bundle: tarfile.TarFile, info: tarfile.TarInfo) -> IO[bytes]:
     return stream
 
 
-def _inside(archive: Path, name: str) -> PurePosixPath:
+def _inside(archive: Path, name: str, *, folder: bool) -> PurePosixPath:
     """The path of a member, if it stays in the folder it is unpacked into, on every operating system."""
     path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or any(sign in name for sign in ("\\", ":", "\0")) or not path.parts:
+    nameless = not path.parts and not folder  # the folder "." is the one that is unpacked into
+    if path.is_absolute() or ".." in path.parts or any(sign in name for sign in ("\\", ":", "\0")) or nameless:
         raise _unsafe(archive, name, "leads out of the folder")
     return path
 
 
 def _unsafe(archive: Path, member: str, why: str) -> UserError:
     return UserError(f"{archive} is not unpacked because its member {member!r} {why}: it is not the published archive.")
+
+
+def _place(archive: Path, folder: Path, member: _Member) -> IO[bytes]:
+    """A new file for a member. A name that is a folder for another member, or is too long, is an error."""
+    place = folder / member.path
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        return place.open("xb")
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EILSEQ):
+            raise
+        raise _unsafe(archive, str(member.path)[-80:], f"cannot be placed ({error.strerror})") from error
 
 
 def _unpack(archive: Path, folder: Path, max_bytes: int, members: list[_Member]) -> None:
@@ -383,9 +402,7 @@ def _unpack(archive: Path, folder: Path, max_bytes: int, members: list[_Member])
         raise UserError(f"{archive} is not unpacked because two of its members have one name.")
     folder.mkdir(parents=True)
     for member in members:
-        place = folder / member.path
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with member.open() as stream, place.open("xb") as out:
+        with member.open() as stream, _place(archive, folder, member) as out:
             left = member.size
             while chunk := stream.read(CHUNK):
                 left -= len(chunk)
