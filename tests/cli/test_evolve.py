@@ -346,6 +346,14 @@ def test_places_and_limits_are_outside_the_fingerprint() -> None:
     assert (placed.retries, placed.trial_timeout_s) == (4, 5.0)
 
 
+def test_cells_share_the_cores_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("auto_research.runtime.versions.cores", lambda: 4)
+    assert configure(params(*TOY, "--device", "cpu")).where == {"workers": 4}
+    assert configure(params(*TOY, "--device", "cpu", "--cpu-threads", "3")).where == {"workers": 1, "cpu_threads": 3}
+    assert configure(params(*TOY, "--device", "cpu", "--workers", "2")).where == {"workers": 2}
+    assert configure(params(*TOY, "--device", "cpu", "--executor", "ray")).where == {"executor": "ray"}
+
+
 def test_model_and_dataset_select_a_workflow(monkeypatch: pytest.MonkeyPatch) -> None:
     toy = type(_toy(""))
     made = {

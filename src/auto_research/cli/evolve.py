@@ -73,7 +73,7 @@ ConfidenceZ = Annotated[float, typer.Option(min=0, help="Standard errors that a 
 MinimumGain = Annotated[float, typer.Option(help="What the lower bound of a gain must exceed.")]
 ConfirmZ = Annotated[float, typer.Option(min=0, help="Standard errors that a claim needs, on fresh seeds.")]
 Name = Annotated[str | None, typer.Option("--run", help="Name of the run.", show_default="<time>-<workflow>")]
-Workers = Annotated[int | None, typer.Option(min=1, help="Cells at a time.", show_default="1, or a GPU each")]
+Workers = Annotated[int | None, typer.Option(min=1, help="Cells at a time.", show_default="a core each, or a GPU each")]
 CpuThreads = Annotated[int | None, typer.Option(min=1, help="Threads of a cell.", show_default="cores / workers")]
 GpuSlots = Annotated[int | None, typer.Option(min=1, help="Cells that share a GPU.", show_default="1")]
 GpuMemory = Annotated[
@@ -385,7 +385,7 @@ def configure(given: dict[str, Any]) -> RunConfig:
     fresh = given["confirm_seeds"]
     if fresh is None:
         fresh = "none" if smoke or not chosen.select or not chosen.stochastic else FRESH_SEEDS
-    wanted = given["random_search"]
+    wanted, device = given["random_search"], _device(given["device"])
     stamp = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{re.sub(r'[^A-Za-z0-9_.-]+', '-', key)}"
     values: dict[str, Any] = {
         "run": stamp if given["run"] is None else _safe(given["run"]),
@@ -402,12 +402,14 @@ def configure(given: dict[str, Any]) -> RunConfig:
         "changes": _changes(chosen, given["set_"]),
         "sizes": sizes,
         "dataset_dir": _folder(given["dataset_dir"]),
-        "device": _device(given["device"]),
+        "device": device,
         "n_min": given["promotion_min_seeds"],
         "z": given["confidence_z"],
         "delta_min": given["minimum_gain"],
         "confirm_z": given["confirm_z"],
-        "where": _where(given) | ({"test": "manual"} if given["keep_test_sealed"] else {}),
+        "where": {
+            **_side_by_side(given, device), **_where(given), **({"test": "manual"} if given["keep_test_sealed"] else {}),
+        },  # fmt: skip
         **_limits(given),
     }
     try:
@@ -543,6 +545,15 @@ def _where(given: dict[str, Any]) -> dict[str, Any]:
     if given["address"] is not None and given["executor"] != "ray":
         raise UserError("--address is that of a Ray cluster: add --executor ray.")
     return {name: given[name] for name in names if given[name] is not None}
+
+
+def _side_by_side(given: dict[str, Any], device: str) -> dict[str, Any]:
+    """As many cells as there are cores for: small models gain little from a second thread, and all from a neighbour."""
+    from auto_research.runtime.versions import cores
+
+    if device != "cpu" or given["workers"] or given["executor"] == "ray":
+        return {}
+    return {"workers": max(1, cores() // (given["cpu_threads"] or 1))}
 
 
 def find_run(run: str, root: Path) -> Path:
