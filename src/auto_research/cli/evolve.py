@@ -408,8 +408,10 @@ def configure(given: dict[str, Any]) -> RunConfig:
         "delta_min": given["minimum_gain"],
         "confirm_z": given["confirm_z"],
         "where": {
-            **_side_by_side(given, device), **_where(given), **({"test": "manual"} if given["keep_test_sealed"] else {}),
-        },  # fmt: skip
+            **_side_by_side(given, device),
+            **_where(given),
+            **({"test": "manual"} if given["keep_test_sealed"] else {}),
+        },
         **_limits(given),
     }
     try:
