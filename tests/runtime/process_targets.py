@@ -196,6 +196,21 @@ def hog_and_die(payload: Payload) -> Payload:
     return {}
 
 
+def hold_in_children(payload: Payload) -> Payload:
+    """Processes below this one that hold memory: each its own, or all that of this one; for so many seconds."""
+    shared = bytearray(b"x") * payload["shared"]
+    children = []
+    for _ in range(payload["children"]):
+        if (pid := os.fork()) == 0:
+            kept = bytearray(b"x") * payload["bytes"]
+            time.sleep(payload["seconds"])
+            os._exit(len(kept) == len(shared))
+        children.append(pid)
+    for pid in children:
+        os.waitpid(pid, 0)
+    return {}
+
+
 def abort_for_memory(payload: Payload) -> Payload:
     os.write(2, b"terminate called after throwing an instance of 'std::bad_alloc'\n")
     os.abort()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -380,6 +381,25 @@ def test_a_memory_limit_holds(make_job: MakeJob) -> None:
     assert limited.peak_rss_bytes < 1.5 * 2**30
     small = {"steps": 2, "bytes": 64 * 2**20}
     assert run_isolated(make_job("allocate", small, memory_limit_bytes=2**30)).state == "finished"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere shared pages count in every process")
+def test_the_memory_limit_holds_for_all_processes_of_a_job_together(make_job: MakeJob) -> None:
+    """Three children, each far below the limit; pages that they share with their parent count once."""
+    mib = 2**20
+    each = {"children": 3, "bytes": 200 * mib, "shared": 0, "seconds": 600}
+    over = run_isolated(make_job("hold_in_children", each, memory_limit_bytes=500 * mib, preload=()))
+    assert over.state == "out_of_memory"
+    assert re.fullmatch(r"its processes together held [56]\d\d MB, and the limit is 500 MB", over.reason)
+    assert over.peak_rss_bytes is not None
+    assert over.peak_rss_bytes > 500 * mib
+    assert over.left_behind == []
+    shared = {"children": 3, "bytes": 0, "shared": 200 * mib, "seconds": 2.5}
+    for limit in (500 * mib, None):
+        under = run_isolated(make_job("hold_in_children", shared, memory_limit_bytes=limit, preload=()))
+        assert under.state == "finished"
+        assert under.peak_rss_bytes is not None
+        assert 200 * mib <= under.peak_rss_bytes < 300 * mib
 
 
 def test_a_kill_near_the_limit_is_out_of_memory(make_job: MakeJob) -> None:

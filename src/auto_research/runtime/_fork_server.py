@@ -40,6 +40,8 @@ LINUX = sys.platform == "linux"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 KILL_WAIT_S = 5.0
 """How long to insist on the end of processes that were sent SIGKILL."""
+MEMORY_CHECK_S = 1.0
+"""How often the memory of a job's processes is added up, unless that takes more than a hundredth of the time."""
 
 OUT_OF_MEMORY = re.compile(
     r"out of memory|can't allocate memory|cannot allocate memory|not enough memory|bad_alloc|ALLOC_FAILED",
@@ -157,6 +159,7 @@ def _guard(caller: socket.socket) -> int:
             **watch.report(),
             "seconds": watch.ended - started,
             "peak_rss_bytes": watch.peak_rss,
+            "held_bytes": watch.held,
             "oom_kills": _oom_kills() - killed_before,
             "strays": watch.strays,
             "left_behind": left_behind,
@@ -183,6 +186,7 @@ class Watch:
         self.job = job
         self.pid = pid
         self.peak_rss = 0
+        self.held = 0
         self.strays = 0
         self.ended = started
         self._status: int | None = None
@@ -195,13 +199,18 @@ class Watch:
             self._selector.register(source, selectors.EVENT_READ)
 
     def until_end(self) -> str | None:
-        """Wait for the job's own process; ``deadline``, ``stall`` or ``cancel`` if it had to be ended."""
+        """Wait for the job's own process; ``deadline``, ``stall``, ``memory`` or ``cancel`` if it had to be ended."""
         sign, seen = self._sign_of_life(), time.monotonic()
+        weigh = seen + MEMORY_CHECK_S
         while not self._reap():
             now = time.monotonic()
             if now >= self._deadline:
                 return self._stop("deadline")
-            pause = self._deadline - now
+            if now >= weigh:
+                if self._above_limit():
+                    return "memory"  # without a grace in which it would grow on
+                weigh = (done := time.monotonic()) + max(MEMORY_CHECK_S, 100 * (done - now))
+            pause = min(self._deadline, weigh) - now
             if self.job.stall_s is not None:
                 if (latest := self._sign_of_life()) != sign:
                     sign, seen = latest, now
@@ -240,6 +249,21 @@ class Watch:
                 state = None
             signs.append(state and (state.st_size, state.st_mtime_ns))
         return signs
+
+    def _above_limit(self) -> bool:
+        """Whether the job and all it started hold more than the limit together; keeps their peak.
+
+        A limit of the kernel holds for each process alone, and so does its record of a peak: a job with data loaders
+        would pass under both.
+        """
+        limit = self.job.memory_limit_bytes
+        pids = _descendants(os.getpid())
+        if limit is None and len(pids) < 2:  # the kernel keeps the peak of a single process
+            return False
+        shares = [_memory(pid) for pid in pids]
+        self.peak_rss = max(self.peak_rss, sum(resident for resident, _ in shares))
+        self.held = sum(private for _, private in shares)
+        return limit is not None and self.held > limit
 
     def _stop(self, why: str) -> str:
         """SIGTERM to the group and a grace to react; :meth:`end_tree` does the rest."""
@@ -308,6 +332,40 @@ class Watch:
             return dict(json.loads(self._said)) if self._said else {}
         except ValueError:  # killed while it wrote
             return {}
+
+
+def _descendants(pid: int) -> list[int]:
+    """Process ids below a process."""
+    if not Path(f"/proc/{pid}/task/{pid}/children").exists():
+        with suppress(psutil.Error):
+            return [process.pid for process in psutil.Process(pid).children(recursive=True)]
+        return []
+    found: list[int] = []
+    waiting = [pid]
+    while waiting:
+        for path in Path(f"/proc/{waiting.pop()}/task").glob("*/children"):
+            with suppress(OSError):  # a thread that has just ended
+                below = [int(number) for number in path.read_text().split()]
+                found += below
+                waiting += below
+    return found
+
+
+def _memory(pid: int) -> tuple[int, int]:
+    """Bytes that a process holds: (resident, of it private or shared memory, without the pages of files).
+
+    A page that n processes share counts 1/n in each, so that sums are right (Linux; elsewhere it counts in full).
+    """
+    try:
+        said = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:
+        with suppress(psutil.Error):
+            resident = int(psutil.Process(pid).memory_info().rss)
+            return resident, resident
+        return 0, 0
+    kib = {name: int(number) for name, number in re.findall(r"^(\w+): +(\d+) kB$", said, re.MULTILINE)}
+    private = sum(kib.get(name, 0) for name in ("Pss_Anon", "Pss_Shmem", "SwapPss"))
+    return kib.get("Pss", 0) * 1024, (private if "Pss_Anon" in kib else kib.get("Pss", 0)) * 1024
 
 
 def _alive(process: psutil.Process) -> bool:

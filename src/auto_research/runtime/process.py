@@ -90,8 +90,9 @@ class Job(BaseModel):
         stall_s: also end the job after this many seconds (up to a quarter more) in which neither its log
             nor its heartbeat file changed.
         heartbeat_path: a file whose changes count as a sign of life beside the log.
-        memory_limit_bytes: most private memory the job's process may hold, about 0.3 GB of imported
-            libraries included; an allocation beyond it fails inside the job. Linux only.
+        memory_limit_bytes: most memory that the job's processes may hold together, about 0.3 GB of
+            imported libraries included and the pages of files not; a job above it is ended. An allocation
+            with which one process would exceed it alone fails inside the job (Linux).
         threads: threads for torch; by default ``OMP_NUM_THREADS`` or all cores.
         grace_s: seconds between SIGTERM and SIGKILL.
         preload: modules the fork server imports beforehand.
@@ -142,7 +143,8 @@ class Outcome(Record):
         log_tail: the end of the log, at most :data:`LOG_TAIL_BYTES`.
         result: what the function returned, when finished.
         error: the exception, when one ended the job.
-        peak_rss_bytes: largest resident memory of any one process of the job.
+        peak_rss_bytes: largest resident memory of the job: of any one process, or of all together as far as
+            a look each second saw it.
         strays: processes that were still running when the job's own process had ended; they were ended.
         left_behind: processes that could not be ended (stuck in the kernel); normally empty.
     """
@@ -492,6 +494,9 @@ def _classify(job: Job, message: Mapping[str, Any], error: ChildError | None, ta
         return "timed_out", f"not finished after {job.timeout_s:g} s"
     if ended_by == "stall":
         return "timed_out", f"no output for {job.stall_s:g} s"
+    if ended_by == "memory":
+        held, limit = message["held_bytes"] / 2**20, (job.memory_limit_bytes or 0) / 2**20
+        return "out_of_memory", f"its processes together held {held:,.0f} MB, and the limit is {limit:,.0f} MB"
     if ended_by == "cancel":
         return "killed", "cancelled by the caller"
     if error is not None:
