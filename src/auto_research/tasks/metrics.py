@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from auto_research.layers.pairwise import list_ranks
+
 
 def exclude_items(scores: Tensor, items: Tensor) -> Tensor:
     """A copy of scores (B, I) in which each row's items (B, H) are at -inf; repeated items do no harm."""
@@ -123,6 +125,20 @@ def user_ndcg(score: Tensor, gain: Tensor, user: Tensor, k: int) -> Tensor:
 def log_loss(logit: Tensor, label: Tensor) -> Tensor:
     """Binary cross-entropy of each example (N,), in nats, from logits."""
     return F.binary_cross_entropy_with_logits(logit.float(), label.float(), reduction="none")
+
+
+def list_spearman(first: Tensor, second: Tensor, valid: Tensor) -> Tensor:
+    """Spearman's rank correlation (B,) float64 of two values of each list's valid candidates; ties at mean ranks.
+
+    Shapes: first, second (B, N), valid (B, N) bool. NaN where one side does not vary.
+    """
+
+    def centred(values: Tensor) -> Tensor:
+        rank = list_ranks(values, valid).double() * valid
+        return (rank - rank.sum(1, keepdim=True) / valid.sum(1, keepdim=True)) * valid
+
+    x, y = centred(first), centred(second)
+    return (x * y).sum(1) / (x.square().sum(1) * y.square().sum(1)).sqrt()
 
 
 def calibration_ratio(probability: Tensor, label: Tensor) -> float:
