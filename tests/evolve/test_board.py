@@ -37,7 +37,7 @@ from auto_research.evolve.board import (
     without_times,
     write_board,
 )
-from auto_research.evolve.records import Paired, RunRecord
+from auto_research.evolve.records import Candidate, Paired, RunRecord
 from auto_research.evolve.records import TestResult as SealedResult
 
 SECTIONS = [
@@ -496,13 +496,52 @@ def test_how_to_repeat_and_evidence() -> None:
         assert text in page
 
 
+def test_notes_of_the_plans_and_quarantined_code_are_shown() -> None:
+    run = improved()
+    note = "longer by 'history'; left out: shared-ffn"
+    run.notes = {"g0": [note], "g1": [note, "1 of 4 places stay empty"]}
+    code = Candidate(id="quarantined-x", generation=0, origin="quarantined", genome={}, reason="code from a generator")
+    run.quarantined = [code]
+    words = " ".join(Page(board_html(run)).words)
+    assert words.count(note) == 1, "a note that says the same again is not repeated"
+    assert "1 of 4 places stay empty" in words
+    assert "code from a generator" in words
+    assert "quarantined, never run: quarantined-x: code from a generator" in status_text(run)
+    facts = status_facts(run)
+    assert (facts["notes"], facts["quarantined"][0]["id"]) == (run.notes, "quarantined-x")
+
+
+def test_without_random_search_the_board_says_so_in_words() -> None:
+    run = improved()
+    run.random_search = []
+    assert "The search ran no candidate" in board_html(run)
+    run.config = run.config.model_copy(update={"random_search": False})
+    for text in (board_html(run), status_text(run), str(status_facts(run)["random_search"])):
+        assert "Random search was not part of this run" in text
+    measured = RECORDS["measured"]()
+    assert "there was no search to compare with" in board_html(measured)
+
+
 def test_a_summary_of_the_workflow_is_shown() -> None:
     run = RECORDS["measured"]()
-    run.summary = {"fit": {"slope": -0.0831, "points": [1, 2.5]}, "log_rmse": 0.0265}
+    run.summary = {
+        "sentence": "loss falls as C^-0.083",
+        "fit": {"slope": -0.0831, "points": [1, 2.5], "inner": {"range": {"s": [-0.1, -0.05]}}},
+        "points": [{"candidate": "baseline", "loss": 5.25}, {"candidate": "g1-1", "loss": 4.75, "seeds": 3}],
+        "laws": {"compute": {"holds": True}, "size": {"holds": False}},
+        "log_rmse": 0.0265,
+    }
     page = board_html(run)
-    assert "fit · slope" in page
-    assert "−0.0831" in page
-    assert "1, 2.500" in page or "1, 2.5" in page
+    assert page.index("loss falls as C^-0.083") < page.index("<nav")
+    assert "loss falls as C^-0.083" in status_text(run).splitlines()[1]
+    assert "<dt>slope</dt><dd>−0.0831</dd>" in page
+    assert "<dt>inner · range · s</dt>" in page
+    for name in ("candidate", "loss", "seeds"):
+        assert f">{name}</th>" in page
+    assert re.search(r"<td>baseline</td><td class=\"n\">5.25\d*</td><td class=\"n\">–</td>", page)
+    assert "laws: size" in page
+    assert "<dt>holds</dt><dd>no</dd>" in page
+    assert "<dt>log rmse</dt><dd>0.0265</dd>" in page
 
 
 def test_hostile_texts_stay_texts() -> None:

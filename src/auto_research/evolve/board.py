@@ -122,6 +122,7 @@ class Generation:
     lines: list[plots.Line]
     reason: str
     champion: str
+    notes: list[str]
 
 
 def outcome(gain: Paired | None, least: float = 0.0) -> str:
@@ -176,7 +177,7 @@ def generations(record: RunRecord, axis: plots.Scale, ranks: Mapping[str, int]) 
     """The plans of the search in order, each with the decision that ended it."""
     by_id = {t.candidate.id: t for t in record.trials}
     decisions = {d.generation: d for d in record.decisions}
-    found = []
+    found: list[Generation] = []
     for g in sorted({t.candidate.generation for t in record.trials}):
         members = [t for t in record.trials if t.candidate.generation == g]
         decision = decisions.get(g)
@@ -197,6 +198,7 @@ def generations(record: RunRecord, axis: plots.Scale, ranks: Mapping[str, int]) 
                 plots.lines(reference, axis),
                 decision.reason if decision else "",
                 decision.champion if decision else "",
+                [note for note in record.notes.get(f"g{g}", []) if not any(note in other.notes for other in found)],
             )
         )
     return found
@@ -465,6 +467,28 @@ def race(record: RunRecord, axis: plots.Scale) -> Race | None:
     )
 
 
+def versus_random(record: RunRecord) -> str:
+    """How the search compares with random search of equal budget, or why that cannot be said."""
+    found = race(record, common_scale(record))
+    return found.sentence if found else random_absent(record)
+
+
+def random_absent(record: RunRecord) -> str:
+    """Why there is no random search to compare with, in words."""
+    if record.random_search:
+        return f"{len(record.random_search)} random candidates were proposed and none of them has completed."
+    if record.verdict == "measured":
+        return "Fixed candidates were measured: there was no search to compare with random search."
+    if not record.config.random_search:
+        return (
+            "Random search was not part of this run, so it cannot say whether a search was needed: "
+            "--random-search adds one of equal budget, and it is on by default above the smoke budget."
+        )
+    if record.status != "finished":
+        return "Random search runs after the generations."
+    return "The search ran no candidate beside the baseline, so random search of equal budget has none either."
+
+
 # ----------------------------------------------------------------------------------------------------------- Pareto
 
 
@@ -652,15 +676,49 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def flat(summary: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """A workflow's summary as (name, text), nested names joined by a dot."""
-    found: list[tuple[str, str]] = []
+@dataclass(frozen=True)
+class Figures:
+    """A part of a workflow's summary: named facts, or a table."""
+
+    title: str
+    facts: list[tuple[str, str]] = field(default_factory=list)
+    columns: list[str] = field(default_factory=list)
+    rows: list[list[str]] = field(default_factory=list)
+
+
+def figures(summary: Mapping[str, Any]) -> list[Figures]:
+    """A workflow's summary in parts: single facts first, a table for each list of mappings, a part for each mapping.
+
+    A mapping of mappings gives a part for each of those; what is nested deeper is named by its path. The `sentence`
+    stands in the head of the board.
+    """
+    alone: list[tuple[str, str]] = []
+    parts: list[Figures] = []
     for name, value in summary.items():
+        label = name.replace("_", " ")
+        if isinstance(value, list | tuple) and value and all(isinstance(v, Mapping) for v in value):
+            columns = union(value)
+            rows = [[_plain(v[c]) if v.get(c) is not None else "–" for c in columns] for v in value]
+            parts.append(Figures(label, columns=[c.replace("_", " ") for c in columns], rows=rows))
+        elif isinstance(value, Mapping) and value and all(isinstance(v, Mapping) for v in value.values()):
+            parts += [Figures(f"{label}: {inner}", flat(v)) for inner, v in value.items()]
+        elif isinstance(value, Mapping):
+            parts.append(Figures(label, flat(value)))
+        elif name != "sentence" and value not in ("", []):
+            alone += flat({name: value})
+    return [*([Figures("", alone)] if alone else []), *parts]
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Nested values as (name, text), names joined by a dot."""
+    found: list[tuple[str, str]] = []
+    for name, value in values.items():
         full = f"{prefix}{name}".replace("_", " ")
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and any(isinstance(v, Mapping | list | tuple) for v in value.values()):
             found += flat(value, f"{full} · ")
         elif isinstance(value, list | tuple):
-            found.append((full, ", ".join(_plain(v) for v in value)))
+            words = any(isinstance(v, str) for v in value)
+            found.append((full, ("; " if words else ", ").join(_plain(v) for v in value) or "none"))
         else:
             found.append((full, _plain(value)))
     return found
@@ -668,8 +726,12 @@ def flat(summary: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
 
 def _plain(value: Any) -> str:
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{k} {_plain(v)}" for k, v in value.items()) + "}"
-    return number(value) if isinstance(value, float) else str(value)
+        return ", ".join(f"{str(k).replace('_', ' ')} {_plain(v)}" for k, v in value.items()) or "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list | tuple):
+        return " to ".join(_plain(v) for v in value)
+    return "–" if value is None else number(value) if isinstance(value, float) else str(value)
 
 
 # ------------------------------------------------------------------------------------------------------------- page
@@ -680,11 +742,6 @@ def board_html(record: RunRecord) -> str:
     words, sentence = headline(record)
     axis = common_scale(record)
     front = pareto(record)
-    not_run = [
-        t.candidate
-        for t in (*record.trials, *record.random_search)
-        if t.candidate.origin in ("evidence-only", "quarantined")
-    ]
     page = _environment().get_template("board.html.j2").render(
         record=record,
         config=record.config,
@@ -703,9 +760,9 @@ def board_html(record: RunRecord) -> str:
         effects=effects(record),
         attribution=attribution(record),
         failures=failures(record),
-        not_run=not_run,
+        random_absent=random_absent(record),
         hygiene=hygiene(record),
-        summary=flat(record.summary),
+        summary=figures(record.summary),
         test_metrics=union(record.test.metrics.values()) if record.test else [],
         command=command(record.config),
         metric=validation_metric(record),
@@ -806,7 +863,10 @@ def status_facts(record: RunRecord) -> dict[str, Any]:
             {"candidate": f.candidate, "state": f.state, "where": f.where, "reason": f.reason}
             for f in failures(record)
         ],
+        "notes": record.notes,
+        "random_search": versus_random(record),
         "evidence": record.evidence,
+        "quarantined": [{"id": c.id, "reason": c.reason} for c in record.quarantined],
         "summary": record.summary,
         "used": record.used,
         "fingerprint": record.config.fingerprint(),
@@ -876,6 +936,8 @@ def status_lines(record: RunRecord) -> tuple[list[str], list[str]]:
         f"{validation_metric(record)}, {better} is better"
         + "".join(f"; {kind} {name} {number(value)}" for kind, name, value in _reference(record)),
     ]
+    if record.summary.get("sentence"):
+        above.insert(1, str(record.summary["sentence"]))
     if record.prepared and record.prepared.stand_in:
         above.append(f"stand-in data: {record.prepared.stand_in}")
     below = [f"champion: {' → '.join(plots.ancestors({t.candidate.id: t for t in record.trials}, record.champion))}"]
@@ -888,13 +950,15 @@ def status_lines(record: RunRecord) -> tuple[list[str], list[str]]:
     elif found is None:
         value = number(record.test.metrics.get("baseline", {}).get(record.metric))
         below.append(f"sealed test, opened {_times(record.test.openings)}: baseline {value}")
-    if (against_random := race(record, common_scale(record))) is not None:
-        below.append(f"random search: {against_random.sentence}")
+    below.append(f"random search: {versus_random(record)}")
     counts: dict[str, int] = {}
     for failure in failures(record):
         counts[failure.state] = counts.get(failure.state, 0) + 1
     if counts:
         below.append("not as planned: " + ", ".join(f"{n} {state.replace('_', ' ')}" for state, n in counts.items()))
+    if record.evidence:
+        below.append(f"evidence only, never run: {'; '.join(e.get('title', '') for e in record.evidence)}")
+    below += [f"quarantined, never run: {c.id}: {c.reason}" for c in record.quarantined]
     below += [f"split hygiene: {name} {n}; it must be 0" for name, n, kind in hygiene(record) if kind == "bad"]
     return [one_line(line) for line in above], [one_line(line) for line in below]
 
