@@ -480,7 +480,8 @@ def hostile() -> RunRecord:
         prepared=prepared(digests={EVIL: long}, hygiene={EVIL: 1, "train and test share": 3}, stand_in=EVIL + long,
                           floors={EVIL: 0.02, long: 0.03}, anchors={EVIL: 0.066}),
         decisions=[Decision(generation=1, parent="baseline", champion=EVIL, comparisons=[], reason=EVIL + long)],
-        champion=EVIL, evidence=[{"title": EVIL, "citation": long, "why_not": EVIL, "what_would": long, EVIL: EVIL}],
+        champion=EVIL, notes={"g1": [EVIL]}, quarantined=[candidate(EVIL, 0, origin="quarantined", reason=EVIL)],
+        evidence=[{"title": EVIL, "citation": long, "why_not": EVIL, "what_would": long, EVIL: EVIL}],
         used={EVIL: 1.0}, environment={EVIL: long}, started=EVIL, ended=EVIL,
         test=TestResult(opened=EVIL, openings=2, metrics={"baseline": {EVIL: 0.1}, EVIL: {EVIL: 0.2, long: 0.3}}),
     )  # fmt: skip

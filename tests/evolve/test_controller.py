@@ -22,6 +22,7 @@ from auto_research.evolve.controller import fork, open_test, plan_only, read_run
 from auto_research.evolve.events import rebuild
 from auto_research.evolve.finalise import run_test
 from auto_research.evolve.plan import runs
+from auto_research.evolve.quarantine import stage
 from auto_research.evolve.records import RunConfig, RunRecord
 from auto_research.evolve.workflow import SealedTest
 from auto_research.runtime.errors import UserError
@@ -240,6 +241,21 @@ def test_without_an_announcement_the_finaliser_refuses(whole: Whole, tmp_path: P
 def test_the_test_stays_sealed_in_the_controller() -> None:
     with pytest.raises(SealedTest):
         ToyWorkflow().load_test(ToyWorkflow().sizes("smoke"), None)
+
+
+def test_external_code_is_shown_as_it_stood_and_never_runs(tmp_path: Path) -> None:
+    """What is staged after the run began is not in it, nor after `resume`."""
+    folder = tmp_path / "quarantine"
+    stage({"code.py": "raise SystemExit('it ran')\n"}, folder, "first", "a generator")
+    config = small(generations=0, seeds=[0], where={"quarantine": str(folder)})
+    assert [c.id for c in plan_only(config).quarantined] == ["quarantined-first"]
+    record = run(config, tmp_path)
+    stage({"code.py": "x = 1\n"}, folder, "second", "a generator")
+    for seen in (record, resume(tmp_path / "r"), read_run(tmp_path / "r")):
+        assert [(c.id, c.origin) for c in seen.quarantined] == [("quarantined-first", "quarantined")]
+        assert "a generator (not checked yet), waits for a person's approval" in seen.quarantined[0].reason
+    assert "quarantined-first" in (tmp_path / "r/board.html").read_text()
+    assert not list((tmp_path / "r/cells").glob("quarantined*"))
 
 
 # ----------------------------------------------------------------------------------------------- planted faults

@@ -22,7 +22,7 @@ from auto_research.evolve.genome import (
     code_digest,
     effects,
     ensure_runnable,
-    evidence_only,
+    find_evidence,
     find_operators,
     fingerprint,
     make_candidate,
@@ -31,7 +31,7 @@ from auto_research.evolve.genome import (
 )
 from auto_research.evolve.records import Candidate
 from auto_research.evolve.space import Axis, Constraint, Genome, Space
-from auto_research.evolve.workflow import Cost, Data, Described, Operator, Sizes, digest
+from auto_research.evolve.workflow import Cost, Data, Described, Evidence, Operator, Sizes, digest
 from auto_research.runtime.errors import UserError
 
 SIZES = Sizes("smoke", {"steps": 3})
@@ -473,11 +473,13 @@ def test_some_origins_can_never_become_a_cell(origin: str) -> None:
 
 
 def test_papers_without_an_operator_are_evidence() -> None:
-    shown = evidence_only(ToyWorkflow())
-    assert [(one.id, one.origin, one.papers) for one in shown] == [("evidence-1", "evidence-only", ["0001.00004"])]
-    assert "there is no operator for curves; an axis would make it runnable" in shown[0].reason
-    with pytest.raises(UserError, match="never runs"):
-        Cell(shown[0], 0, "search")
+    class TwoPapers(ToyWorkflow):
+        evidence = (*ToyWorkflow.evidence, Evidence("Splines", "0001.00005", "no basis", "a basis", ("spline",)))
+
+    for direction, first in (("", "0001.00004"), ("a spline, please", "0001.00005")):
+        found = find_evidence(TwoPapers(), direction)
+        assert len(found) == 2
+        assert found[0].citation == first
 
 
 # -------------------------------------------------------------------------------------------------- directions

@@ -98,6 +98,10 @@ Storage = Annotated[
 Offline = Annotated[
     bool | None, typer.Option("--offline/--online", help="Keep cells off the network.", show_default="offline")
 ]
+QuarantineFolder = Annotated[
+    Path | None,
+    typer.Option("--quarantine", help="Folder of external candidates, shown and never run.", show_default="quarantine"),
+]
 KeepSealed = Annotated[bool, typer.Option("--keep-test-sealed", help="Leave the sealed test to `evolve test RUN`.")]
 
 
@@ -176,6 +180,7 @@ def plan(
     storage: Storage = None,
     offline: Offline = None,
     keep_test_sealed: KeepSealed = False,
+    quarantine: QuarantineFolder = None,
     json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
     """Show every candidate with its provenance and what the run would cost. Runs nothing and leaves no file."""
@@ -221,6 +226,7 @@ def run_(
     storage: Storage = None,
     offline: Offline = None,
     keep_test_sealed: KeepSealed = False,
+    quarantine: QuarantineFolder = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run of that name if there is one.")] = False,
 ) -> None:
     """Run an experiment to its end; a table and the board's path close it."""
@@ -356,7 +362,7 @@ def stop(run: Run, output: Root = ROOT) -> None:
 @evolve_app.command(
     "quarantine", context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 )
-def quarantine(context: typer.Context) -> None:
+def quarantine_(context: typer.Context) -> None:
     """Look at, check, approve or refuse candidates that an external generator wrote; they never run unapproved."""
     from auto_research.evolve.quarantine import main
 

@@ -19,6 +19,7 @@ from auto_research.evolve.board import change_text, duration, one_line, status_l
 from auto_research.evolve.board_plots import number, short
 from auto_research.evolve.cells import attempt_folder, read_heartbeat
 from auto_research.evolve.events import result_file
+from auto_research.evolve.genome import find_evidence
 from auto_research.evolve.records import Candidate, CellResult, RunConfig, RunRecord
 from auto_research.evolve.workflow import Workflow
 from auto_research.runtime.errors import UserError
@@ -159,7 +160,11 @@ def plan_facts(config: RunConfig, workflow: Workflow, preview: Preview, cost: Co
         "fingerprint": config.fingerprint(),
         "prepared": preview.prepared.model_dump(mode="json"),
         "plans": [plan.model_dump(mode="json") for plan in preview.plans],
-        "evidence": [{"title": e.title, "citation": e.citation, "why_not": e.why_not} for e in workflow.evidence],
+        "evidence": [
+            {"title": e.title, "citation": e.citation, "why_not": e.why_not}
+            for e in find_evidence(workflow, config.direction)
+        ],
+        "quarantined": [candidate.model_dump(mode="json") for candidate in preview.quarantined],
         "cost": cost.model_dump(mode="json"),
     }
 
@@ -182,11 +187,16 @@ def print_plan(config: RunConfig, workflow: Workflow, preview: Preview, cost: Co
     if config.generations > 1 and workflow.select:
         how = "the schedule of axis groups" if config.sampler == "planned" else f"the sampler {config.sampler}"
         console.print(f"Generations 2 to {config.generations} are planned from the results, by {how}.")
-    for item in workflow.evidence:
+    for item in find_evidence(workflow, config.direction):
         console.print(
             Text(f"evidence only, never run: {item.title} ({item.citation}): {item.why_not}", style="dim"),
             soft_wrap=True,
         )
+    for candidate in preview.quarantined:
+        text = f"quarantined, never run: {candidate.id}: {candidate.reason}"
+        console.print(Text(one_line(text), style="dim"), soft_wrap=True)
+    if workflow.select and not config.random_search:
+        console.print(Text("No random search is part of it; --random-search adds one of equal budget.", style="dim"))
     parts = [f"{cost.trials} candidates, {cost.cells} cells ({len(config.seeds)} a candidate of the search"]
     parts[0] += f", {cost.confirm_cells} to confirm" if cost.confirm_cells else ""
     parts[0] += f", {cost.random_cells} of random search" if cost.random_cells else ""

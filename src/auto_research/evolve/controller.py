@@ -13,6 +13,7 @@ itself trains nothing, loads no data and touches no accelerator.
     offline                             False lets cells reach a network (default True)
     grace_s                             seconds from SIGTERM to SIGKILL of a cell (default 10)
     test                                "manual" leaves the sealed test to `open_test`
+    quarantine                          folder of external candidates, which are shown and never run
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ from auto_research.evolve.cells import (
 from auto_research.evolve.events import EventLog, State, controller_alive, plan_file, rebuild, result_file
 from auto_research.evolve.plan import runs
 from auto_research.evolve.promotion import confirm, decide, noise_floor
+from auto_research.evolve.quarantine import FOLDER, list_all
 from auto_research.evolve.reading import confirmation_trials, read_run, search_seeds, search_trials
 from auto_research.evolve.records import (
     Attempt,
@@ -108,6 +110,7 @@ class Preview(NamedTuple):
 
     prepared: Prepared
     plans: list[Plan]
+    quarantined: list[Candidate]
 
 
 # ------------------------------------------------------------------------------------------------- the commands
@@ -246,7 +249,7 @@ def plan_only(config: RunConfig) -> Preview:
         plans = [controller.plan(0)]
         if config.generations:
             plans.append(controller.plan(1))
-    return Preview(prepared, plans)
+        return Preview(prepared, plans, controller.quarantined())
 
 
 # ------------------------------------------------------------------------------------------------------ around
@@ -421,7 +424,10 @@ class _Controller:
         """Take up what is there, and say what was lost."""
         self._state = state = rebuild(self.folder)
         if not state.events:
-            self.log.append("created", fingerprint=self.config.fingerprint(), environment=environment())
+            staged = [candidate.model_dump(mode="json") for candidate in self.quarantined()]
+            self.log.append(
+                "created", fingerprint=self.config.fingerprint(), environment=environment(), quarantined=staged
+            )
         elif state.last("finished") is None:
             self.log.append("resumed", environment=environment())
         for file, reason in state.corrupt.items():
@@ -437,6 +443,10 @@ class _Controller:
         self.take_stock()
         if state.prepared is not None and state.last("finished") is None:
             self._isolated("check-data", "auto_research.evolve.isolated:prepare", {"digests": state.prepared.digests})
+
+    def quarantined(self) -> list[Candidate]:
+        """The external candidates as they stand now."""
+        return [found.candidate() for found in list_all(Path(self.config.where.get("quarantine", FOLDER)))]
 
     def _discard(self, file: str, reason: str) -> None:
         """Set a corrupt file aside, so that what it held is made again."""

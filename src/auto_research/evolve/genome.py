@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 from auto_research.evolve.records import Candidate, Origin
 from auto_research.evolve.space import Axis, Genome, Infeasible, Space, Value
-from auto_research.evolve.workflow import Cost, Data, Operator, Sizes, Workflow, digest
+from auto_research.evolve.workflow import Cost, Data, Evidence, Operator, Sizes, Workflow, digest
 from auto_research.runtime.errors import UserError
 
 PROBES = ("forward", "loss", "data_order", "generated", "cost")
@@ -295,20 +295,9 @@ def ensure_runnable(candidate: Candidate) -> None:
         raise UserError(f"{candidate.id} is infeasible: {candidate.reason}")
 
 
-def evidence_only(workflow: Workflow, direction: str = "") -> list[Candidate]:
-    """The papers without an operator as candidates that never run, those that match the direction first."""
-    matched = [(_matches(direction, item.keywords), item) for item in workflow.evidence]
-    return [
-        Candidate(
-            id=f"evidence-{index}",
-            generation=0,
-            origin="evidence-only",
-            genome={},
-            papers=[item.citation],
-            reason=f"{item.title}: {item.why_not}; {item.what_would} would make it runnable",
-        )
-        for index, (_, item) in enumerate(sorted(matched, key=lambda pair: -len(pair[0])), start=1)
-    ]
+def find_evidence(workflow: Workflow, direction: str = "") -> list[Evidence]:
+    """The papers without an operator, which never run; those that a direction names come first."""
+    return sorted(workflow.evidence, key=lambda item: -len(_matches(direction, item.keywords)))
 
 
 # ------------------------------------------------------------------------------------------------- directions

@@ -24,7 +24,7 @@ import numpy as np
 from auto_research.evolve import promotion, storage
 from auto_research.evolve.genome import NEVER_RUN, find_operators, make_candidate, mark_duplicates
 from auto_research.evolve.records import Candidate, Part, Plan, RunConfig, Trial
-from auto_research.evolve.space import Axis, Genome, Space, Value
+from auto_research.evolve.space import CONTROL, Axis, Genome, Space, Value
 from auto_research.evolve.workflow import Cost, Data, Operator, Sizes, Workflow
 from auto_research.runtime.errors import UserError
 
@@ -111,7 +111,10 @@ def plan_generation(
 
 
 def _direction_notes(config: RunConfig, workflow: Workflow) -> list[str]:
-    return [find_operators(workflow, config.direction).explanation] if workflow.operators else []
+    notes = [find_operators(workflow, config.direction).explanation] if workflow.operators else []
+    if controls := [axis.name for axis in workflow.space.group(CONTROL)]:
+        notes.append(f"negative controls, which no sampler draws (a plan or --set sets them): {', '.join(controls)}")
+    return notes
 
 
 def _why_empty(config: RunConfig, workflow: Workflow, generation: int) -> str:
@@ -281,7 +284,7 @@ def _schedule(
     notes: list[str],
 ) -> Iterator[Proposal]:
     """Proposals in the generation's axis groups; when those are used up, in the groups that come next."""
-    present = {axis.group for axis in workflow.space.axes}
+    present = {axis.group for axis in workflow.space.axes} - {CONTROL}
     stages = [groups for groups in workflow.schedule if present & set(groups)] or [tuple(sorted(present))]
     first = min(generation - 2, len(stages) - 1)
     notes.append(f"axis groups of this generation: {', '.join(stages[first])}")

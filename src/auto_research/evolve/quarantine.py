@@ -36,6 +36,8 @@ from auto_research.evolve.records import Candidate, Part
 from auto_research.runtime.errors import UserError
 from auto_research.runtime.records import OutputLock, Record, read_record, utc_now, write_json_atomic
 
+FOLDER = Path("quarantine")
+"""Where external candidates lie unless told otherwise."""
 SUFFIXES = (".py", ".json", ".md")
 MAX_BYTES = 1_000_000
 """Largest file."""
@@ -486,7 +488,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import argparse
 
     parser = argparse.ArgumentParser(prog="auto-research evolve quarantine", description="External candidates.")
-    parser.add_argument("--quarantine", type=Path, default=Path("quarantine"), help="folder of all of them")
+    parser.add_argument("--quarantine", type=Path, default=FOLDER, help="folder of all of them")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="show all")
     named = {name: commands.add_parser(name) for name in ("stage", "check", "approve", "refuse")}

@@ -10,6 +10,7 @@ from typing import Any
 from auto_research.evolve.attempts import read_attempts
 from auto_research.evolve.cells import cell_id
 from auto_research.evolve.events import State, controller_alive, rebuild
+from auto_research.evolve.genome import find_evidence
 from auto_research.evolve.promotion import noise_floor, summarise
 from auto_research.evolve.records import Candidate, CellResult, Plan, Role, RunConfig, RunRecord, Trial
 from auto_research.evolve.verdict import judge
@@ -139,7 +140,11 @@ def _record(state: State) -> RunRecord:
         verdict="smoke: no conclusion",
         level="",
         sentence="",
-        evidence=[{k: v for k, v in asdict(e).items() if k != "keywords"} for e in workflow.evidence],
+        notes={name: plan.notes for name, plan in state.plans.items() if plan.notes},
+        evidence=[
+            {k: v for k, v in asdict(e).items() if k != "keywords"} for e in find_evidence(workflow, config.direction)
+        ],
+        quarantined=created.get("quarantined", []),
         summary=state.summary or {},
         used=_used(state),
         environment=created.get("environment", {}),

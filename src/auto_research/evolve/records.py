@@ -268,6 +268,9 @@ class RunRecord(Record):
 
     Attributes:
         test_cell: the finaliser's process, completed or not; its metrics are the primary one by set of weights.
+        notes: plan (`g<generation>`) -> what it says in words: how the direction chose, what it falls short of.
+        evidence: papers without an operator; quarantined: external code as it stood when the run began. None of
+            them runs.
     """
 
     schema_version: int = 1
@@ -289,7 +292,9 @@ class RunRecord(Record):
     verdict: Verdict
     level: str
     sentence: str
+    notes: dict[str, list[str]] = {}
     evidence: list[dict[str, str]] = []
+    quarantined: list[Candidate] = []
     summary: dict[str, Any] = {}
     used: dict[str, float] = {}
     environment: dict[str, str] = {}

@@ -17,6 +17,9 @@ Value = str | int | float | bool
 Genome = dict[str, Value]
 Changes = Literal["compute", "memory", "data", "loss", "model", "inference"]
 
+CONTROL = "control"
+"""Group of negative controls: only a plan or a user sets them, no sampler draws them."""
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -30,8 +33,7 @@ class Axis:
         stage: what consumes it: data, model, train, post or inference.
         changes: what a change of it alters at least.
         source: where the values come from (a paper, a measurement).
-        group: of the schedule of later generations (structure, data, post-training, joint); `control` marks a negative
-            control, which only a plan or a user sets and no sampler draws.
+        group: of the schedule of later generations (structure, data, post-training, joint), or `CONTROL`.
     """
 
     name: str

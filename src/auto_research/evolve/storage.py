@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from auto_research.evolve.promotion import mean_metrics
 from auto_research.evolve.records import Candidate, RunConfig, Trial
-from auto_research.evolve.space import Axis, Genome, Space
+from auto_research.evolve.space import CONTROL, Axis, Genome, Space
 from auto_research.evolve.workflow import Workflow
 from auto_research.runtime.errors import UserError
 
@@ -185,7 +185,8 @@ def ask(config: RunConfig, workflow: Workflow, study: optuna.Study, generation: 
     study.sampler = sampler(config, generation, len(trials), completed)
     axes = workflow.space.axes
     # A negative control would only make the search worse: it keeps the baseline's value.
-    controls = {axis.name: config.changes.get(axis.name, axis.start) for axis in axes if axis.group == "control"}
+    start = {**workflow.start(config.budget), **config.changes}
+    controls = {axis.name: start.get(axis.name, axis.start) for axis in axes if axis.group == CONTROL}
     always = {axis.name: distribution(axis) for axis in axes if not axis.condition and axis.name not in controls}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of samplers about conditional axes, which they draw independently
