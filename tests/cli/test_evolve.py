@@ -314,7 +314,7 @@ def test_the_boards_command_repeats_the_configuration(changes: dict[str, Any]) -
     assert words[:3] == ["auto-research", "evolve", "run"]
     again = configure(params(*words[3:]))
     assert again.fingerprint() == config.fingerprint()
-    assert again.model_copy(update={"run": "x"}) == config
+    assert again.model_copy(update={"run": "x", "where": {}}) == config, "but for places"
 
 
 def test_defaults_follow_budget_and_workflow() -> None:
@@ -336,12 +336,12 @@ def test_places_and_limits_are_outside_the_fingerprint() -> None:
     placed = configure(
         params(*TOY, "--workers", "2", "--cpu-threads", "1", "--gpu-slots", "2", "--gpu-memory-per-trial-mb", "900",
                "--executor", "ray", "--address", "auto", "--storage", "none", "--online", "--retries", "4",
-               "--trial-timeout-seconds", "5", "--keep-test-sealed")
+               "--trial-timeout-seconds", "5", "--keep-test-sealed", "--quarantine", "q")
     )  # fmt: skip
     assert placed.fingerprint() == plain.fingerprint()
     assert placed.where == {
         "workers": 2, "cpu_threads": 1, "gpu_slots": 2, "gpu_memory_per_trial_mb": 900, "executor": "ray",
-        "address": "auto", "storage": "none", "offline": False, "test": "manual",
+        "address": "auto", "storage": "none", "offline": False, "test": "manual", "quarantine": "q",
     }  # fmt: skip
     assert (placed.retries, placed.trial_timeout_s) == (4, 5.0)
 

@@ -417,6 +417,7 @@ def configure(given: dict[str, Any]) -> RunConfig:
             **_side_by_side(given, device),
             **_where(given),
             **({"test": "manual"} if given["keep_test_sealed"] else {}),
+            **({"quarantine": str(given["quarantine"])} if given["quarantine"] is not None else {}),
         },
         **_limits(given),
     }
