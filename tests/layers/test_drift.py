@@ -1,6 +1,7 @@
 """The drift score, its trigger over streams, the gate, the cache, and the rival policies."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -123,6 +124,33 @@ def test_every_second_event_is_periodic():
     assert d.periodic_calls(valid, 8)[0].tolist() == [True, False] * 4
     with pytest.raises(ValueError, match="do not fit"):
         d.periodic_calls(valid, 1)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 1000), st.floats(0, 1))
+def test_periodic_calls_lie_evenly_within_a_stream_and_over_streams(seed, share):
+    _, valid = random_streams(seed)
+    length = valid.sum(1).tolist()
+    calls = len(valid) + round(share * (sum(length) - len(valid)))
+    ran = d.periodic_calls(valid, calls)
+    for row, n in zip(ran, length, strict=True):
+        at = row.nonzero().flatten().tolist()
+        gaps = [b - a for a, b in pairwise([*at, n])]
+        assert max(gaps) - min(gaps) <= 1
+    # No stream could take a call from another and have its calls lie no closer than the other's then would.
+    count = ran.sum(1).tolist()
+    for giver in range(len(count)):
+        for taker in range(len(count)):
+            if count[giver] > 1 and count[taker] < length[taker]:
+                assert length[taker] / count[taker] <= length[giver] / (count[giver] - 1)
+
+
+def test_few_periodic_calls_fall_into_the_middle_of_streams_not_on_their_ends():
+    """One call more for each of two equal streams in three."""
+    valid = torch.ones(3, 10, dtype=torch.bool)
+    ran = d.periodic_calls(valid, 5)
+    assert [row.nonzero().flatten().tolist() for row in ran] == [[0, 5], [0, 5], [0]]
+    assert d.periodic_calls(torch.ones(2, 1, dtype=torch.bool), 2).all()
 
 
 def test_cached_source_is_the_latest_call():

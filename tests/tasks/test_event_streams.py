@@ -91,3 +91,19 @@ def test_rival_policies_have_the_triggers_call_rate():
     assert {n: e["token f1"] for n, e in found.quality.items()} == pytest.approx(
         {n: e["token f1"] for n, e in again.quality.items()}
     )
+
+
+def test_the_table_holds_a_line_a_policy_and_the_mean_drift_is_the_papers_threshold():
+    _, catalogue, data, streams = setting()
+    judge = es.StreamJudge(
+        lambda cases: ([catalogue.type_of(c.history[-1]) for c in cases], torch.zeros(len(cases))), data, streams
+    )
+    one = es.run_policies(judge, streams, seed=1, thresholds=(0.8,))
+    more = es.run_policies(judge, streams, seed=1, thresholds=(0.2, 0.8, 1.5))
+    assert one.drift_mean == more.drift_mean
+    lines = es.policy_table([one, one])
+    assert len(lines) == len(one.quality)
+    always, drift = one.quality["always"]["token f1"], one.quality["drift 0.8"]["token f1"]
+    assert f"always-run token F1 {always:.4f}" in lines[0]
+    expected = f"streams, drift 0.8: {one.calls['drift 0.8']:.3f} calls per event, F1 {drift:.4f}"
+    assert f"{expected}, staleness loss {always - drift:.4f}" in lines

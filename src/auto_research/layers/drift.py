@@ -104,33 +104,25 @@ def random_calls(valid: Tensor, calls: int, generator: torch.Generator) -> Tenso
 
 
 def periodic_calls(valid: Tensor, calls: int) -> Tensor:
-    """(U, T) bool: the first event of each stream and then every k-th, k chosen so that there are `calls` in all.
+    """(U, T) bool: every k-th event, with exactly `calls` calls that lie as evenly as that number allows.
 
-    k need not be whole: event t of a stream runs when t passes a multiple of k. Streams differ in length, so among
-    all k the one whose total is closest is taken, and single calls are then added or taken off at the latest places.
+    A stream of length T with n calls runs at the events ceil(j T / n), j = 0..n-1, its first among them. Each further
+    call goes to the stream whose calls lie furthest apart, so that k = T / n is as equal as can be over streams. One k
+    for all streams would not do: few calls would all fall on the ends of the longest streams, where they serve nothing.
+
+    Raises ValueError when there are more streams than calls or fewer events.
     """
     first = _first(valid)
     _check_calls(valid, first, calls)
-    position = torch.arange(valid.shape[1], device=valid.device, dtype=torch.float64)
-
-    def every(k: float) -> Tensor:
-        turns = torch.floor(position / k)
-        passed = torch.ones_like(valid[0])
-        passed[1:] = turns[1:] > turns[:-1]
-        return valid & (passed | first)
-
-    low, high = 1.0, float(valid.shape[1] + 1)
-    for _ in range(40):  # calls fall as k grows
-        middle = (low + high) / 2
-        low, high = (middle, high) if int(every(middle).sum()) > calls else (low, middle)
-    ran = every(high).flatten()
-    more = calls - int(ran.sum())
-    if more:
-        # What the next smaller k would add, as many as are missing, spread over the streams.
-        extra = (every(low).flatten() & ~ran).nonzero().flatten()
-        spread = torch.linspace(0, len(extra) - 1, more, device=extra.device).round().long()
-        ran[extra[spread]] = True
-    return ran.view_as(valid)
+    length, longest = valid.sum(1), valid.shape[1]
+    taken = torch.arange(1, longest, device=valid.device)
+    apart = torch.where(taken < length[:, None], length[:, None].double() / taken, 0.0)  # (U, T - 1)
+    widest = apart.flatten().argsort(descending=True, stable=True)[: calls - int(first.sum())]
+    count = 1 + torch.bincount(widest // max(1, longest - 1), minlength=len(valid))
+    turn = torch.arange(longest, device=valid.device) * count[:, None] // length.clamp(min=1)[:, None]
+    ran = valid.clone()
+    ran[:, 1:] &= turn[:, 1:] > turn[:, :-1]
+    return ran
 
 
 def _first(valid: Tensor) -> Tensor:
