@@ -77,6 +77,7 @@ def test_log_softmax_is_float32_in_a_bfloat16_model(model):
     assert g.CompletionModel(half).loss(g.completion_batch(PROMPTS, COMPLETIONS, PAD)).dtype == torch.float32
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
 def test_batched_greedy_decoding_equals_generate(model):
     found = g.greedy_decode(model, PROMPTS, max_new_tokens=6, end=END, pad=PAD, device=CPU, batch_size=2)
     for prompt, answer in zip(PROMPTS, found, strict=True):

@@ -11,6 +11,7 @@ Letters: B rows, T tokens, V vocabulary.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -155,9 +156,14 @@ def greedy_decode(
     return answers
 
 
+def cache_name(model: nn.Module) -> str:
+    """What a Transformers model calls its keys and values, as argument and in its output."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 def _greedy(model: nn.Module, ids: Tensor, mask: Tensor, steps: int, end: int, trie: Trie | None) -> Tensor:
     """Tokens (B, n), n <= steps; a finished row goes on with the end token."""
-    place = positions(mask)
+    place, kept = positions(mask), cache_name(model)
     cache: Any = None
     done = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     nodes = torch.zeros(len(ids), dtype=torch.long, device=ids.device)
@@ -168,11 +174,11 @@ def _greedy(model: nn.Module, ids: Tensor, mask: Tensor, steps: int, end: int, t
             input_ids=ids,
             attention_mask=mask,
             position_ids=place,
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **{kept: cache},
         )
-        cache, logits = out.past_key_values, out.logits[:, -1].float()
+        cache, logits = getattr(out, kept), out.logits[:, -1].float()
         if trie is None:
             token = logits.argmax(-1)
         else:
