@@ -61,7 +61,11 @@ def merge(model: Any) -> Any:
     Raises:
         UserError: folding gave weights that are not finite (an adapter that diverged).
     """
-    try:
-        return model.merge_and_unload(safe_merge=True).eval()
-    except ValueError as error:
-        raise UserError(f"the adapters cannot be merged ({error}); train them again with a smaller step") from error
+    merged = model.merge_and_unload().eval()
+    broken = [name for name, weight in merged.named_parameters() if not bool(weight.isfinite().all())]
+    if broken:
+        raise UserError(
+            f"the adapters cannot be merged: {broken[0]} and {len(broken) - 1} more weights are not finite; "
+            "train them again with a smaller step"
+        )
+    return merged

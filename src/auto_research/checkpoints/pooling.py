@@ -96,6 +96,7 @@ def encode_texts(
     dtype: torch.dtype | None = None,
     cache: bool = True,
     untrained: int | None = None,
+    loaded: tuple[Any, Any] | None = None,
 ) -> Tensor:
     """One vector a text: (N, D), float32, on the CPU, in the order of ``texts``.
 
@@ -115,6 +116,8 @@ def encode_texts(
             cached file of another shape or dtype, or with non-finite numbers, is rejected and made again.
         untrained: a seed: the same architecture and tokenizer with newly drawn weights instead of the trained
             ones, a control for what the checkpoint knows.
+        loaded: what ``load_text_encoder`` gave for this checkpoint, device and dtype, for a caller that encodes
+            again and again; ``None`` loads it for this call.
 
     Raises:
         UserError: the checkpoint does not load, or overflows in this dtype.
@@ -141,7 +144,7 @@ def encode_texts(
     row_of = {text: row for row, text in enumerate(distinct)}
     vectors = torch.zeros(len(distinct), width)
     for rows, states, mask in _forward(
-        resolved, distinct, device, batch_size, max_length, dtype, layer=-1, untrained=untrained
+        resolved, distinct, device, batch_size, max_length, dtype, layer=-1, untrained=untrained, loaded=loaded
     ):
         pooled = pool(states.float(), mask)
         vectors[rows] = (functional.normalize(pooled, dim=-1) if normalise else pooled).cpu()
@@ -193,6 +196,7 @@ def _forward(
     dtype: torch.dtype | None,
     layer: int,
     untrained: int | None = None,
+    loaded: tuple[Any, Any] | None = None,
 ) -> Iterator[tuple[list[int], Tensor, Tensor]]:
     """Run the checkpoint over the texts, longest first; yield ``(rows, states (b, t, D), mask (b, t))``.
 
@@ -202,7 +206,7 @@ def _forward(
 
     if not texts:
         return
-    model, tokenizer = load_text_encoder(resolved, device, dtype)
+    model, tokenizer = loaded or load_text_encoder(resolved, device, dtype)
     if untrained is not None:
         model = _redrawn(model, untrained)
     limit = min(max_length, int(tokenizer.model_max_length))

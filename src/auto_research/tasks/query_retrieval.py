@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from auto_research.checkpoints.pooling import encode_texts
-from auto_research.checkpoints.resolve import Resolved
+from auto_research.checkpoints.resolve import Resolved, load_text_encoder
 from auto_research.tasks.base import Batch, Evaluation, Mean, Split, UnitMetric
 from auto_research.tasks.bm25 import BM25Index
 from auto_research.tasks.intent_queries import Case, IntentData, token_f1
@@ -70,17 +71,21 @@ class PhraseTransitions(PhraseRule):
 
 
 class TextVectors:
-    """Unit vectors of texts from a sentence encoder, each text encoded once."""
+    """Unit vectors of texts from a sentence encoder, loaded once; each text is encoded once."""
 
     def __init__(self, encoder: Resolved, device: torch.device) -> None:
         self.encoder, self.device = encoder, device
+        self._loaded: tuple[Any, Any] | None = None
         self._known: dict[str, Tensor] = {}
 
     def __call__(self, texts: Sequence[str]) -> Tensor:
         """(N, D) float32 on the CPU."""
         new = [t for t in dict.fromkeys(texts) if t not in self._known]
         if new:
-            vectors = encode_texts(self.encoder, new, self.device, max_length=32, cache=False)
+            self._loaded = self._loaded or load_text_encoder(self.encoder, self.device)
+            vectors = encode_texts(
+                self.encoder, new, self.device, max_length=32, cache=False, loaded=self._loaded
+            )
             self._known.update(zip(new, vectors, strict=True))
         return torch.stack([self._known[t] for t in texts])
 
