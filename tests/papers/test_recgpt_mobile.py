@@ -200,8 +200,8 @@ def test_scorer_rows_are_log_probabilities_of_the_target_against_their_cases_mea
     torch.testing.assert_close(rows["target"].view(-1, 4).mean(1), torch.zeros(8), atol=1e-4, rtol=0)
     # The same draws again, scored one by one.
     generator = torch.Generator().manual_seed(3)
-    cases = [case for pool in data.training_cases() for case in pool]
-    first = cases[torch.randint(len(cases), (8,), generator=generator).tolist()[0]]
+    cases = [case for pool in data.training_cases for case in pool]
+    first = cases[torch.randperm(len(cases), generator=generator).tolist()[0]]
     values = []
     for n in range(4):
         budget = (48, 96)[int(torch.randint(2, (1,), generator=generator))]
@@ -214,6 +214,8 @@ def test_scorer_rows_are_log_probabilities_of_the_target_against_their_cases_mea
         values.append(float(sequence_log_probability(base, [prompt], [completion], writer.pad, CPU)))
     expected = torch.tensor(values) - sum(values) / 4
     torch.testing.assert_close(rows["target"][:4], expected, atol=1e-4, rtol=1e-3)
+    every = m.scorer_rows(served, writer, data, plan(configurations=10_000), generator)
+    assert len(every["target"]) == 4 * len(cases)  # no case twice, so that the last ones are unseen by the fit
 
 
 def test_fitting_the_scorer_takes_steps_and_reports_an_honest_correlation(language, data):

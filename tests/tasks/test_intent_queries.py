@@ -127,7 +127,7 @@ def test_co_purchases_come_from_training_users_only():
 
 def test_training_cases_see_strictly_earlier_events_and_skip_items_without_a_phrase():
     data = make_data(TRAIN, HELD, test_users=2, validation_users=1, history=2)
-    early, last = data.training_cases()
+    early, last = data.training_cases
     for case in (*early, *last):
         sequence = TRAIN[case.user]
         at = len(sequence) - 1 - sequence[::-1].index(case.target)
@@ -208,3 +208,19 @@ def test_bm25_of_a_written_query_equals_that_of_the_same_words_as_an_item():
     torch.testing.assert_close(index.counts([TITLES[3]])[:, 1:], index.counts_of_items(torch.tensor([[4]]))[:, 1:])
     assert index.counts(["unheard words"]).sum() == 0
     assert index(index.counts(["", "gel"])).shape == (2, len(TITLES) + 1)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=9), min_size=1, max_size=6), st.integers(1, 4))
+def test_complements_against_a_loop(train, distance):
+    data = make_data(train, [], test_users=0, validation_users=0)
+    phrase, counts = data.catalogue.phrase, Counter()
+    for sequence in (s for s in train if len(s) > 1):  # others do not train
+        for i, j in ((i, j) for i in range(len(sequence)) for j in range(len(sequence)) if 0 < abs(i - j) <= distance):
+            item, other = sequence[i], phrase[sequence[j]]
+            if other and other != phrase[item]:
+                counts[item, other] += 1
+    expected = {}
+    for item, other in sorted(counts, key=lambda pair: (-counts[pair], pair[1])):
+        expected.setdefault(item, other)
+    assert iq.complements(data, distance=distance) == expected

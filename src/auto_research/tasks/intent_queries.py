@@ -258,6 +258,7 @@ class IntentData:
         """`validation` or `test`."""
         return self.test if split == "test" else self.validation
 
+    @cached_property
     def training_cases(self) -> tuple[list[Case], list[Case]]:
         """(all but the last, the last) next-item case of each training user, where the next item has a phrase."""
         early: list[Case] = []
@@ -287,16 +288,19 @@ def complements(data: IntentData, *, distance: int = 5) -> dict[int, str]:
     A co-purchase matrix of items against phrases, from training users alone; an item's own phrase does not count.
     Ties go to the phrase that is first in the alphabet.
     """
-    counts: dict[int, Counter[str]] = defaultdict(Counter)
-    phrase = data.catalogue.phrase
-    for sequence in data.train:
-        items = sequence.tolist()
-        for gap in range(1, distance + 1):
-            for one, two in zip(items, items[gap:], strict=False):
-                for item, other in ((one, phrase[two]), (two, phrase[one])):
-                    if other and other != phrase[item]:
-                        counts[item][other] += 1
-    return {item: min(count, key=lambda p: (-count[p], p)) for item, count in counts.items()}
+    catalogue = data.catalogue
+    names, phrase = catalogue.queries, catalogue.phrase_index
+    item = np.concatenate([np.empty(0, dtype=np.int64), *data.train])
+    user = np.repeat(np.arange(len(data.train)), [len(sequence) for sequence in data.train])
+    counts = np.zeros(len(catalogue) * len(names), dtype=np.int64)
+    for gap in range(1, distance + 1):
+        together = user[:-gap] == user[gap:]
+        one, two = item[:-gap][together], item[gap:][together]
+        for known, other in ((one, phrase[two]), (two, phrase[one])):
+            pair = (other >= 0) & (other != phrase[known])
+            counts += np.bincount(known[pair] * len(names) + other[pair], minlength=len(counts))
+    table = counts.reshape(len(catalogue), -1)
+    return {item: names[table[item].argmax()] for item in np.flatnonzero(table.any(1)).tolist()}
 
 
 def films(interactions: Interactions) -> tuple[SequenceSplit, QueryCatalogue]:

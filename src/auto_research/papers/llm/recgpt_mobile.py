@@ -15,7 +15,7 @@ Letters: B cases, K templates, C components, F features, S scene values, U strea
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -34,8 +34,8 @@ from auto_research.runtime.device import device_for, seed_everything
 from auto_research.study.compare import Comparison, Kind, Trained, Variant, paired_difference
 from auto_research.study.context import Study
 from auto_research.study.specimen import Specimen
-from auto_research.study.verdict import Clause, Compare, Difference, State, beats, fact, not_below
-from auto_research.tasks.base import Batch, Recipe, count_parameters, train_steps
+from auto_research.study.verdict import Clause, Compare, State, beats, fact, not_below
+from auto_research.tasks.base import Batch, Evaluation, Recipe, count_parameters, train_steps
 from auto_research.tasks.behaviour_prompts import (
     COMPONENTS,
     FEATURES,
@@ -45,22 +45,19 @@ from auto_research.tasks.behaviour_prompts import (
     PromptWriter,
     random_make_up,
 )
-from auto_research.tasks.event_streams import StreamJudge, StreamResults, film_streams, run_policies
+from auto_research.tasks.event_streams import StreamJudge, StreamResults, film_streams, policy_table, run_policies
 from auto_research.tasks.generation import (
     IGNORED,
     CompletionModel,
-    Pieces,
     ServedLM,
-    chat_frame,
     completion_batch,
-    left_padded,
     scratch_causal_lm,
     sequence_log_probability,
 )
-from auto_research.tasks.intent_queries import ACTIONS, Case, IntentData, QueryCatalogue, complements, films
+from auto_research.tasks.intent_queries import Case, IntentData, QueryCatalogue, films
+from auto_research.tasks.intent_tuning import SOURCES, Mixture, lesson_texts, lessons
 from auto_research.tasks.query_retrieval import FrequentPhrase, LastPhrase, PhraseTransitions, QueryTask, TextVectors
 
-SOURCES = ("behaviour", "complement", "rewrite", "human")
 BUDGETS = (48, 96, 192)
 PER_CASE = 4
 """Prompt make-ups that are compared on one training case."""
@@ -102,62 +99,11 @@ class RecGPTConfig:
 # -- Supervised fine-tuning --------------------------------------------------------------------------------------
 
 
-class Mixture:
-    """Rows of the four sources: (prompt ids, completion ids), drawn by their shares.
-
-    Behaviour and human rows are next-item cases under random prompt make-ups; the human source is each training
-    user's last one. Complements come from co-purchases of training users, rewrites from a synonym table.
-    """
-
-    def __init__(self, data: IntentData, writer: PromptWriter, shares: Mapping[str, float]) -> None:
-        unknown = set(shares) - set(SOURCES)
-        if unknown:
-            raise ValueError(f"unknown training source {sorted(unknown)}; known are {', '.join(SOURCES)}")
-        self.data, self.writer = data, writer
-        cases = data.training_cases()
-        make: dict[str, Callable[[], Sequence[Any]]] = {
-            "behaviour": lambda: cases[0],
-            "complement": lambda: sorted(complements(data).items()),
-            "rewrite": lambda: sorted(data.catalogue.paraphrase.items()),
-            "human": lambda: cases[1],
-        }
-        self.pools = {source: pool for source in SOURCES if shares.get(source, 0) > 0 and (pool := make[source]())}
-        self.sources = list(self.pools)
-        self.shares = torch.tensor([shares[source] for source in self.sources])
-
-    def row(self, source: str, budget: int, generator: torch.Generator) -> tuple[list[int], list[int]]:
-        """One training row."""
-        pool, writer = self.pools[source], self.writer
-        drawn = pool[int(torch.randint(len(pool), (1,), generator=generator))]
-        if source == "complement":
-            item, query = drawn
-            asked = writer.pieces(f"bought {self.data.catalogue.short[item]}\ngoes with?")
-        elif source == "rewrite":
-            query, other = drawn
-            asked = writer.pieces(f"same as {other}?")
-        else:
-            query = self.data.catalogue.phrase[drawn.target]
-            template, chosen = random_make_up(generator)
-            prompt = writer.write(drawn, template, writer.fitting(drawn, template, chosen, budget), budget)
-            return prompt, [*writer.pieces(query), writer.end]
-        return [*writer.before, *asked, *writer.after], [*writer.pieces(query), writer.end]
-
-    def batches(self, seed: int, batch_size: int, device: torch.device, budgets: Sequence[int]) -> Iterator[Batch]:
-        """Endless completion batches; one token budget a batch, so that padding stays short."""
-        generator = torch.Generator().manual_seed(seed)
-        while True:
-            budget = budgets[int(torch.randint(len(budgets), (1,), generator=generator))]
-            drawn = torch.multinomial(self.shares, batch_size, replacement=True, generator=generator).tolist()
-            prompts, completions = zip(*(self.row(self.sources[s], budget, generator) for s in drawn), strict=True)
-            yield completion_batch(prompts, completions, self.writer.pad, device)
-
-
 def adapted(base: nn.Module, config: RecGPTConfig) -> CompletionModel:
     """A copy of `base` with fresh adapters, its own weights frozen; with `bits` below 16 the quantised base itself."""
     if config.bits < 16:
         return CompletionModel(quantise_linears(base, 8 if config.bits == 8 else 4), prompt_loss=config.prompt_loss)
-    targets = config.targets if isinstance(config.targets, str) else list(config.targets)
-    model = lora(copy.deepcopy(base), config.rank, targets, config.alpha)
+    model = lora(copy.deepcopy(base), config.rank, config.targets, config.alpha)
     return CompletionModel(model, prompt_loss=config.prompt_loss)
 
 
@@ -247,30 +193,22 @@ def tune(base: nn.Module, mixture: Mixture, plan: Plan, seed: int) -> tuple[nn.M
 
 def serve(model: nn.Module, writer: PromptWriter, plan: Plan, only: Sequence[str] = ()) -> ServedLM:
     """Onto the device, ready to write."""
-    return ServedLM(
-        model, writer.tokenizer, plan.device, longest=plan.longest, batch_size=plan.decode_batch, only=only
-    )
+    return ServedLM(model, writer.tokenizer, plan.device, longest=plan.longest, batch_size=plan.decode_batch, only=only)
 
 
-def scorer_rows(
-    lm: ServedLM,
-    writer: PromptWriter,
-    data: IntentData,
-    plan: Plan,
-    generator: torch.Generator,
-    per_case: int = PER_CASE,
-) -> Batch:
+def scorer_rows(lm: ServedLM, writer: PromptWriter, data: IntentData, plan: Plan, generator: torch.Generator) -> Batch:
     """Random prompt make-ups of training cases and what they are worth: the log-probability of the target query.
 
     The target is measured against the mean of its case, so that the scorer need not explain how hard a case is;
     gains and choices, which compare prompts of one case, do not change.
     """
-    cases = [case for pool in data.training_cases() for case in pool]
-    drawn = torch.randint(len(cases), (max(1, plan.configurations // per_case),), generator=generator).tolist()
+    cases = [case for pool in data.training_cases for case in pool]
+    # No case twice: the last ones are held out from the fit.
+    drawn = torch.randperm(len(cases), generator=generator)[: max(1, plan.configurations // PER_CASE)].tolist()
     prompts, completions, make_ups, seen = [], [], [], []
     for index in drawn:
         case = cases[index]
-        for _ in range(per_case):
+        for _ in range(PER_CASE):
             budget = plan.budgets[int(torch.randint(len(plan.budgets), (1,), generator=generator))]
             template, wanted = random_make_up(generator)
             chosen = writer.fitting(case, template, wanted, budget)
@@ -280,7 +218,7 @@ def scorer_rows(
             seen.append(writer.describe([case], budget))
     value = sequence_log_probability(
         lm.model, prompts, completions, lm.pad, plan.device, batch_size=plan.decode_batch
-    ).view(-1, per_case)
+    ).view(-1, PER_CASE)
     return {
         "template": torch.eye(len(TEMPLATES))[[template for template, _ in make_ups]],
         "chosen": torch.tensor([chosen for _, chosen in make_ups], dtype=torch.float32),
@@ -307,24 +245,12 @@ def fit_scorer(
             index = torch.randint(len(fitted["target"]), (128,), generator=generator).to(plan.device)
             yield {name: value[index] for name, value in fitted.items()}
 
-    train_steps(
-        scorer, batches(), steps=plan.scorer_steps, recipe=Recipe(learning_rate=3e-3, weight_decay=1e-2)
-    )
+    train_steps(scorer, batches(), steps=plan.scorer_steps, recipe=Recipe(learning_rate=3e-3, weight_decay=1e-2))
     scorer.eval()
     with torch.no_grad():
         guess = scorer.scores({name: value[-held:].to(plan.device) for name, value in rows.items()}).cpu()
     pair = torch.stack([guess, rows["target"][-held:]])
     return scorer, float(torch.corrcoef(pair)[0, 1].nan_to_num())
-
-
-def stream_difference(chains: Sequence[Chain], method: str, baseline: str) -> Difference:
-    """Paired difference of two policies over users and seeds."""
-    return paired_difference(
-        [chain.streams.quality[method] for chain in chains],
-        [chain.streams.quality[baseline] for chain in chains],
-        "token f1",
-        names=(method, baseline),
-    )
 
 
 # -- The decision rule -------------------------------------------------------------------------------------------
@@ -362,16 +288,22 @@ def as_good_as_fixed(comparison: Comparison, budget: int) -> Clause:
 
 def beats_at_its_rate(chains: Sequence[Chain], threshold: float, *, required: bool) -> Clause:
     """(d): the trigger against random and every-k at its own call rate."""
+    method = f"drift {threshold:g}"
+
+    def of(policy: str) -> list[Evaluation]:
+        """One evaluation of the streams a seed."""
+        return [chain.streams.quality[policy] for chain in chains]
+
     rivals = [
-        stream_difference(chains, f"drift {threshold:g}", f"{other} at {threshold:g}")
-        for other in ("random", "every-k")
+        paired_difference(of(method), of(other), "token f1", names=(method, other))
+        for other in (f"random at {threshold:g}", f"every-k at {threshold:g}")
     ]
     state: State = "undecided"
     if all(d.low > 0 for d in rivals):
         state = "holds"
     elif any(d.high < 0 for d in rivals):
         state = "reversed"
-    rate = sum(chain.streams.calls[f"drift {threshold:g}"] for chain in chains) / len(chains)
+    rate = sum(chain.streams.calls[method] for chain in chains) / len(chains)
     shown = "; ".join(f"{d.baseline} {d.mean:+.4f} [{d.low:+.4f}, {d.high:+.4f}]" for d in rivals)
     return fact(
         f"(d) drift at threshold {threshold:g} serves better queries than random and every-k at its own call rate",
@@ -396,22 +328,14 @@ def model_part(clauses: Sequence[Clause]) -> Clause:
 
 
 def pretrained_base(study: Study, catalogues: Sequence[QueryCatalogue], device: torch.device) -> tuple[Any, Any]:
-    """The base and its tokenizer: a checkpoint, or on a CPU at standard budget a small Llama trained here.
-
-    The latter reads the catalogue only, as two skills that a real checkpoint brings along: naming the type of a title,
-    and finding the latest entry of a list (of random items). No behaviour of any user enters it.
-    """
+    """The base and its tokenizer: a checkpoint, or on a CPU at standard budget a small Llama taught by `lessons`."""
     if study.budget != "standard" or device.type != "cpu":
         resolved = study.checkpoint("causal_lm")
         # Float32 even where the file holds bfloat16: quantisation must not start from rounded sums.
         return load_causal_lm(resolved, "cpu", torch.float32)
     seed_everything(0)
-    lines = [
-        f"{action} {phrase}\n" for catalogue in catalogues for phrase in catalogue.queries for action in ACTIONS
-    ]
-    texts = [f"{text}\n" for catalogue in catalogues for text in (*catalogue.short, *catalogue.paraphrase.values())]
     base, tokenizer = scratch_causal_lm(
-        [*texts, *lines],
+        lesson_texts(catalogues),
         vocabulary=study.size("vocabulary", smoke=1024, standard=1024),
         width=study.size("width", smoke=128, standard=128),
         layers=study.size("layers", smoke=2, standard=2),
@@ -425,44 +349,10 @@ def pretrained_base(study: Study, catalogues: Sequence[QueryCatalogue], device: 
     study.note(
         "its vocabulary was sized so that INT8 can meet the 55 % bytes clause: read that clause as a design choice"
     )
-    pieces, (before, after), end = Pieces(tokenizer), chat_frame(tokenizer), int(tokenizer.eos_token_id)
-    generator = torch.Generator().manual_seed(0)
-    known = [[i for i, phrase in enumerate(catalogue.phrase) if phrase] for catalogue in catalogues]
-
-    def draw(below: int) -> int:
-        return int(torch.randint(below, (1,), generator=generator))
-
-    def turn(which: int, naming: bool) -> tuple[list[int], list[int]]:
-        """A question about random items and its answer."""
-        catalogue, pool = catalogues[which], known[which]
-        items = [pool[draw(len(pool))] for _ in range(1 if naming else 2 + draw(4))]
-        listed = [f"{ACTIONS[draw(len(ACTIONS))]} {catalogue.phrase[item]}\n" for item in items]
-        asked = [f"{catalogue.short[items[0]]}\n", "type?"] if naming else [*listed, "latest?"]
-        answer = catalogue.phrase[items[-1]]
-        return [*before, *(token for text in asked for token in pieces(text)), *after], [*pieces(answer), end]
-
-    def conversation(number: int) -> tuple[list[int], list[int]]:
-        """Ids and labels of four turns about one catalogue; only answers are labelled."""
-        ids: list[int] = []
-        labels: list[int] = []
-        for n in range(4):
-            question, answer = turn(number % len(catalogues), naming=n % 2 == 0)
-            ids += [*question, *answer]
-            labels += [*[IGNORED] * len(question), *answer]
-        return ids, labels
-
-    model = CompletionModel(base).to(device)
-
-    def batches() -> Iterator[Batch]:
-        while True:
-            ids, labels = zip(*(conversation(i) for i in range(8)), strict=True)
-            padded, mask = left_padded(ids, int(tokenizer.pad_token_id), device)
-            yield {"input_ids": padded, "attention_mask": mask, "labels": left_padded(labels, IGNORED, device)[0]}
-
     with study.stage("pre-train the base on the catalogue"):
         train_steps(
-            model,
-            batches(),
+            CompletionModel(base).to(device),
+            lessons(catalogues, tokenizer, device),
             steps=study.steps("base", smoke=20, standard=1000),
             recipe=Recipe(learning_rate=3e-3, schedule="cosine"),
         )
@@ -497,7 +387,7 @@ def run(study: Study) -> Comparison:
         events=60,
         start=FRESH,
     )
-    streams_of = study.size("streams", smoke=small(2, 20), standard=60, full=150)
+    streams_of = study.size("streams", smoke=small(2, 12), standard=60, full=150)
     film_data = IntentData.of_split(
         film_split, film_catalogue, test_users=streams_of, validation_users=0, events=60, start=FRESH
     )
@@ -514,17 +404,17 @@ def run(study: Study) -> Comparison:
         recipe=Recipe(
             learning_rate=5e-4 if large else 1e-3, batch_size=study.size("batch", smoke=small(2, 8), standard=16)
         ),
-        steps=study.steps("tuning", smoke=small(1, 12), standard=300, full=800),
+        steps=study.steps("tuning", smoke=small(1, 4), standard=300, full=800),
         budgets=BUDGETS[:1] if smoke else BUDGETS,
         training_budgets=(48,) if smoke else (48, 48, 48, 96),
         longest=small(2, 8) if smoke else 12,
         decode_batch=study.size("decoding batch", smoke=64, standard=64, full=256),
-        configurations=study.size("configurations", smoke=small(8, 128), standard=2000),
+        configurations=study.size("configurations", smoke=small(8, 64), standard=2000),
         scorer_steps=study.steps("scorer", smoke=20, standard=400),
     )
     writer, film_writer = PromptWriter(catalogue, tokenizer), PromptWriter(film_catalogue, tokenizer)
     mixture = Mixture(data, writer, plan.config.mixture)
-    film_mixture = Mixture(film_data, film_writer, {"behaviour": 1.0})
+    film_mixture = Mixture(film_data, film_writer, plan.config.mixture)
     vectors = TextVectors(study.checkpoint("text_encoder"), device)
     task = QueryTask(data, vectors, partial(mixture.batches, budgets=plan.training_budgets))
     zero_shot = serve(base, writer, plan)
@@ -573,7 +463,7 @@ def run(study: Study) -> Comparison:
         recipe=plan.recipe,
     )
     every = list(chains.values())
-    for line in stream_table(every):
+    for line in policy_table([chain.streams for chain in every]):
         study.note(line)
     model_clauses = [
         beats("LoRA", "zero-shot LM", "recall@20"),
@@ -641,24 +531,6 @@ def language_arms(
                 train = arm(lambda chain: chain.served, kind, budget)
                 arms.append(Variant(name, train=train, kind=role, trains=False))
     return arms
-
-
-def stream_table(chains: Sequence[Chain]) -> list[str]:
-    """The trigger's curve in words, one line a policy, means over seeds."""
-
-    def mean(values: Iterable[float]) -> float:
-        listed = list(values)
-        return sum(listed) / len(listed)
-
-    always = mean(c.streams.quality["always"]["token f1"] for c in chains)
-    lines = [f"streams: always-run token F1 {always:.4f}; mean drift {mean(c.streams.drift_mean for c in chains):.3f}"]
-    for name in chains[0].streams.quality:
-        if name != "always":
-            value = mean(c.streams.quality[name]["token f1"] for c in chains)
-            rate = mean(c.streams.calls[name] for c in chains)
-            loss = always - value
-            lines.append(f"streams, {name}: {rate:.3f} calls per event, F1 {value:.4f}, staleness loss {loss:.4f}")
-    return lines
 
 
 def specimens() -> list[Specimen]:
