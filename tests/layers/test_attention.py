@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from auto_research.layers.attention import KVCache, MultiHeadAttention, RotaryEmbedding, attend, causal_mask
+from auto_research.layers.attention import (
+    KVCache,
+    MultiHeadAttention,
+    RotaryEmbedding,
+    attend,
+    attend_packed,
+    causal_mask,
+    restrict,
+)
 
 
 def attention_by_loops(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
@@ -201,3 +209,34 @@ def test_a_cache_repeats_its_rows_next_to_each_other():
     (cache.key.flatten() * torch.arange(6)).sum().backward()
     assert start.grad.flatten().tolist() == [0 + 1 + 2, 3 + 4 + 5]
     KVCache().repeat(2)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("causal", [True, False])
+def test_packed_attention_equals_appending_each_pack_alone(count: int, causal: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    rows, heads, packs, length, width = 3, 2, 4, 5, 6
+    query, key, value = (draw(rows, heads, packs, count, width) for _ in range(3))
+    shared_key, shared_value = (draw(rows, heads, length, width) for _ in range(2))
+    valid = torch.tensor([[True] * 5, [False, False, True, True, True], [False] * 5])
+    own = causal_mask(count, count) if causal else None
+    found = attend_packed(query, key, value, shared_key, shared_value, valid, own)
+    for pack in range(packs):
+        keys = torch.cat([shared_key, key[:, :, pack]], 2)
+        values = torch.cat([shared_value, value[:, :, pack]], 2)
+        mask = torch.cat([valid, torch.ones(rows, count, dtype=torch.bool)], 1)[:, None, None, :]
+        if causal:
+            mask = mask & causal_mask(count, length + count)
+        torch.testing.assert_close(found[:, :, pack], attend(query[:, :, pack], keys, values, mask))
+
+
+def test_restricting_a_mask_of_either_kind() -> None:
+    allowed = torch.tensor([[True, False], [True, True]])
+    assert torch.equal(restrict(None, allowed), allowed)
+    assert restrict(torch.tensor([[True, True], [False, True]]), allowed).tolist() == [[True, False], [False, True]]
+    added = restrict(torch.tensor([[0.5, 0.5], [0.0, -1.0]]), allowed)
+    assert added.tolist() == [[0.5, -torch.inf], [0.0, -1.0]]

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from auto_research.layers.token_mixing import GroupedLinear, MixerBlock, PerTokenFFN, TokenMixing, mix_tokens
+from auto_research.layers.token_mixing import (
+    GroupedLinear,
+    MixerBlock,
+    MixerTrunk,
+    PerTokenFFN,
+    TokenMixing,
+    dense_blocks,
+    mix_tokens,
+)
 
 
 @given(tokens=st.integers(1, 6), heads=st.integers(1, 6), slice_width=st.integers(1, 4), batch=st.integers(1, 3))
@@ -98,3 +106,28 @@ def test_ablations_of_the_block():
     changed = x.clone()
     changed[:, 1] += 1
     assert torch.equal(alone(x)[:, 0], alone(changed)[:, 0])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_per_token_swiglu_is_one_gated_network_for_each_token(bias):
+    layer, x = PerTokenFFN(3, 4, 6, "swiglu", bias=bias), torch.randn(5, 3, 4)
+    for t in range(3):
+        rise, fall = layer.rise.weight[t], layer.fall.weight[t]
+        gate, up = x[:, t] @ rise[:, :6], x[:, t] @ rise[:, 6:]
+        if bias:
+            gate, up = gate + layer.rise.bias[t, :6], up + layer.rise.bias[t, 6:]
+        expected = (F.silu(gate) * up) @ fall + (layer.fall.bias[t] if bias else 0)
+        torch.testing.assert_close(layer(x)[:, t], expected)
+    assert (layer.rise.bias is not None) == bias
+
+
+def test_mixer_trunk_is_slices_blocks_mean_and_tower():
+    trunk, e = MixerTrunk(21, 4, 8, dense_blocks(4, 8, 16, 2)), torch.randn(3, 21)
+    padded = torch.cat([e, torch.zeros(3, 3)], 1)
+    x = torch.stack(
+        [padded[:, 6 * i : 6 * i + 6] @ trunk.tokenise.weight[i] + trunk.tokenise.bias[i] for i in range(4)], 1
+    )
+    for block in trunk.blocks:
+        mixed = block.mixing_norm(mix_tokens(x) + x)
+        x = block.feed_forward_norm(block.feed_forward(mixed) + mixed)
+    torch.testing.assert_close(trunk(e), trunk.tower(x.mean(1)))

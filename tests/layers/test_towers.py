@@ -16,6 +16,7 @@ from auto_research.layers.towers import (
     ScoreMLP,
     TargetAttention,
     forward_flops,
+    matched_pair,
     matched_width,
     parameters_of,
 )
@@ -179,3 +180,25 @@ def test_counting_leaves_the_random_state_alone():
     torch.set_rng_state(state)
     parameters_of(lambda: FeatureEmbedding(FIELDS, 5, history="din"))
     assert torch.equal(state, torch.get_rng_state())
+
+
+def test_two_widths_are_matched_to_two_costs():
+    def cost(first: int, second: int) -> tuple[int, int]:
+        return 100 + 7 * first + 11 * second, 50 + 300 * first + 11 * second
+
+    assert matched_pair(cost, cost(37, 90)) == (37, 90)
+    assert matched_pair(cost, (cost(5, 2)[0] + 3, cost(5, 2)[1])) == (5, 2)
+    assert matched_pair(cost, (0, 10_000)) == (34, 1)  # not (34, -31)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_flops_of_attention_are_its_two_products(masked):
+    q, k = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 6, 8)
+    mask = torch.ones(4, 6, dtype=torch.bool) if masked else None
+    flops = forward_flops(lambda: nn.functional.scaled_dot_product_attention(q, k, k, attn_mask=mask))
+    assert flops == 2 * (2 * 3) * 4 * 6 * (8 + 8)
+
+
+def test_the_network_of_din_has_the_hidden_width_that_is_asked_for():
+    features = FeatureEmbedding(FIELDS, 5, history="din", attention=7)
+    assert features.attention["history"].score[0].weight.shape == (7, 20)

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from auto_research.layers.attention import RotaryEmbedding
+from auto_research.layers.attention import RotaryEmbedding, padding_mask
 from auto_research.layers.transformer import (
     CausalTransformer,
+    CrossAttentionBlock,
     FeedForward,
     TransformerBlock,
     TransformerEncoder,
@@ -151,3 +152,28 @@ def test_initialisation_leaves_padding_rows_at_zero() -> None:
     assert 0.045 < model[0].weight[1:].std().item() < 0.055
     assert 0.045 < model[1].rise.weight.std().item() < 0.055
     assert model[1].rise.bias.abs().sum() == 0
+
+
+def test_a_mask_that_is_added_to_the_scores_joins_padding_and_causality() -> None:
+    stack = CausalTransformer(8, 2, 16, layers=2).eval()
+    x = torch.randn(2, 4, 8)
+    distance = (torch.arange(4)[:, None] - torch.arange(4)).float()
+    bias = -distance * torch.tensor([1.0, 0.25])[:, None, None]  # (heads, queries, keys)
+    valid = torch.tensor([[False, True, True, True]] * 2)
+    out = stack(x, valid, mask=bias)
+    torch.testing.assert_close(out[:, 1:], stack(x[:, 1:], mask=bias[:, 1:, 1:]))
+    torch.testing.assert_close(out[:, 1:3], stack(x[:, :3], valid[:, :3], mask=bias[:, :3, :3])[:, 1:])
+    assert not torch.allclose(out[:, 1:], stack(x, valid)[:, 1:])
+
+
+def test_queries_read_a_memory_and_never_each_other() -> None:
+    block = CrossAttentionBlock(8, 2, 16, memory_dim=5, norm="rms").eval()
+    x, memory = torch.randn(2, 3, 8), torch.randn(2, 4, 5)
+    valid = torch.tensor([[True] * 4, [False, True, True, True]])
+    out = block(x, memory, padding_mask(valid))
+    for query in range(3):
+        alone = block(x[:, query : query + 1], memory, padding_mask(valid))
+        torch.testing.assert_close(out[:, query : query + 1], alone)
+    read = x + block.attention(block.attention_norm(x), block.memory_norm(memory), padding_mask(valid))
+    torch.testing.assert_close(out, read + block.feed_forward(block.feed_forward_norm(read)))
+    torch.testing.assert_close(block(x[1:], memory[1:, 1:]), out[1:])

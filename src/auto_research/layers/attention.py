@@ -33,6 +33,13 @@ def padding_mask(valid: Tensor) -> Tensor:
     return valid[:, None, None, :]
 
 
+def restrict(mask: Tensor | None, allowed: Tensor) -> Tensor:
+    """A mask of either kind, narrowed to where `allowed` (boolean) is True; None allows everything."""
+    if mask is None:
+        return allowed
+    return mask & allowed if mask.dtype == torch.bool else mask.where(allowed, -torch.inf)
+
+
 def attend(
     query: Tensor,
     key: Tensor,
@@ -70,6 +77,38 @@ def attend(
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return out if empty is None else out.masked_fill(empty, 0.0)
+
+
+def attend_packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    shared_key: Tensor,
+    shared_value: Tensor,
+    shared_mask: Tensor,
+    own_mask: Tensor | None = None,
+) -> Tensor:
+    """Packs of tokens that attend to what their row shares and, within a pack, to each other; never to other packs.
+
+    The candidates of a request are such packs and its history is shared. Equals appending each pack alone to the
+    shared sequence, which is neither repeated nor encoded again.
+
+    Shapes: query, key, value (B, H, C, n, D) for C packs of n tokens; shared_key, shared_value (B, H, S, D);
+    shared_mask boolean (B, S), True at real positions; own_mask boolean (n, n), True where a token (row) may see
+    another of its pack, each at least itself; everything when None. Returns (B, H, C, n, D). Softmax in float32.
+    """
+    packs, count = query.shape[2:4]
+    asking = query.flatten(2, 3)
+    to_shared = (asking @ shared_key.mT).masked_fill(~padding_mask(shared_mask), -torch.inf)
+    to_own = query @ key.mT
+    if own_mask is not None:
+        to_own = to_own.masked_fill(~own_mask, -torch.inf)
+    exact = torch.promote_types(query.dtype, torch.float32)
+    score = torch.cat([to_shared, to_own.flatten(2, 3)], dim=-1) * query.shape[-1] ** -0.5
+    weight = score.to(exact).softmax(-1).to(value.dtype)
+    on_shared, on_own = weight.split([shared_key.shape[2], count], dim=-1)
+    shape = (packs, count)
+    return (on_shared @ shared_value).unflatten(2, shape) + on_own.unflatten(2, shape) @ value
 
 
 @dataclass
@@ -240,11 +279,7 @@ class MultiHeadAttention(nn.Module):
             if causal and length == 1:
                 causal = False  # the only query is the latest position: it sees every key
             elif causal and (mask is not None or length < key.shape[2]):
-                triangle = causal_mask(length, key.shape[2], x.device)
-                if mask is None:
-                    mask = triangle
-                else:
-                    mask = triangle & mask if mask.dtype == torch.bool else mask.where(triangle, -torch.inf)
+                mask = restrict(mask, causal_mask(length, key.shape[2], x.device))
                 causal = False
             beams = 1
         else:
@@ -266,3 +301,14 @@ class MultiHeadAttention(nn.Module):
         if beams > 1:
             out = out.unflatten(2, (beams, length)).transpose(1, 2).flatten(0, 1)
         return self.output(out.transpose(1, 2).flatten(2))
+
+
+def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor:
+    """Slopes (H,) of attention with linear biases (arXiv:2108.12409): 2^(-8h/H) for h = 1..H."""
+    return 2.0 ** (-8.0 * torch.arange(1, heads + 1, device=device) / heads)
+
+
+def alibi(query_position: Tensor, key_position: Tensor, heads: int) -> Tensor:
+    """-slope · |distance| of positions (Q,) and (K,), float32 (H, Q, K), to be added to attention scores."""
+    distance = (query_position[:, None] - key_position).abs().float()
+    return -alibi_slopes(heads, distance.device)[:, None, None] * distance

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from auto_research.layers.attention import KVCache, MultiHeadAttention, padding_mask
+from auto_research.layers.attention import KVCache, MultiHeadAttention, attend_packed, padding_mask
 from auto_research.layers.transformer import BlockCache, CausalTransformer, TransformerBlock
 
 GAPS = 32
@@ -214,11 +214,10 @@ def attend_apart(attention: MultiHeadAttention, x: Tensor, cache: KVCache, valid
     if cache.key is None or cache.value is None:
         raise ValueError("the user's side is empty: compute it first")
     shape = (attention.heads, attention.head_dim)
-    query = attention.query(x).unflatten(-1, shape).transpose(1, 2)  # (B, H, C, D)
-    own_key, own_value = (part.unflatten(-1, shape).transpose(1, 2) for part in attention.key_value(x).chunk(2, dim=-1))
-    score = (query @ cache.key.transpose(-1, -2)).masked_fill(~padding_mask(valid), -torch.inf)
-    own = (query * own_key).sum(-1, keepdim=True)
-    exact = torch.promote_types(x.dtype, torch.float32)
-    weight = (torch.cat([score, own], dim=-1) * attention.head_dim**-0.5).to(exact).softmax(-1).to(x.dtype)
-    out = weight[..., :-1] @ cache.value + weight[..., -1:] * own_value
-    return attention.output(out.transpose(1, 2).flatten(2))
+
+    def packs(rows: Tensor) -> Tensor:
+        return rows.unflatten(-1, shape).transpose(1, 2)[..., None, :]  # (B, H, C, 1, D)
+
+    key, value = attention.key_value(x).chunk(2, dim=-1)
+    out = attend_packed(packs(attention.query(x)), packs(key), packs(value), cache.key, cache.value, valid)
+    return attention.output(out.squeeze(3).transpose(1, 2).flatten(2))

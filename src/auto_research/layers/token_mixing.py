@@ -7,11 +7,14 @@ axis is short, fixed and heterogeneous. Letters: B examples, T tokens, D width o
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from auto_research.layers.towers import ScoreMLP
 
 if TYPE_CHECKING:
     from auto_research.layers.experts import Routing
@@ -45,20 +48,34 @@ class GroupedLinear(nn.Module):
 
 
 class PerTokenFFN(nn.Module):
-    """Two-layer GELU network with private weights for each token (RankMixer, arXiv:2507.15551).
+    """Two-layer network with private weights for each token.
 
-    Token t sees only itself: v_t = W2_t GELU(W1_t s_t + b1_t) + b2_t. This is not a mixture of experts, whose experts
-    share their input.
+    Token t sees only itself: v_t = W2_t GELU(W1_t s_t + b1_t) + b2_t (RankMixer, arXiv:2507.15551), or with `swiglu`
+    v_t = W3_t (silu(W1_t s_t) * W2_t s_t), biases likewise (MixFormer, arXiv:2602.14110). This is not a mixture of
+    experts, whose experts share their input.
     """
 
-    def __init__(self, tokens: int, width: int, hidden: int) -> None:
+    def __init__(
+        self,
+        tokens: int,
+        width: int,
+        hidden: int,
+        activation: Literal["gelu", "swiglu"] = "gelu",
+        *,
+        bias: bool = True,
+    ) -> None:
         super().__init__()
-        self.rise = GroupedLinear(tokens, width, hidden)
-        self.fall = GroupedLinear(tokens, hidden, width)
+        self.activation = activation
+        self.rise = GroupedLinear(tokens, width, 2 * hidden if activation == "swiglu" else hidden, bias=bias)
+        self.fall = GroupedLinear(tokens, hidden, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
-        return self.fall(F.gelu(self.rise(x)))
+        hidden = self.rise(x)
+        if self.activation == "swiglu":
+            gate, up = hidden.chunk(2, dim=-1)
+            return self.fall(F.silu(gate) * up)
+        return self.fall(F.gelu(hidden))
 
 
 def mix_tokens(x: Tensor, heads: int | None = None) -> Tensor:
@@ -118,3 +135,38 @@ class MixerBlock(nn.Module):
         x = self.mixing_norm(mixed)
         changed = self.feed_forward(x) if routing is None else self.feed_forward(x, routing)
         return self.feed_forward_norm(changed + x if self.residual else changed)
+
+
+class MixerTrunk(nn.Module):
+    """RankMixer from embedded fields to a logit: T tokens, blocks, the mean over tokens, a task tower.
+
+    Args:
+        inputs: F, width of all embedded fields; padded to T equal slices, each with its own linear map to a token.
+        blocks: (B, T, D) -> (B, T, D) each, taking a `Routing` as well; see `MixerBlock` and `dense_blocks`.
+    """
+
+    def __init__(self, inputs: int, tokens: int, width: int, blocks: Iterable[nn.Module]) -> None:
+        super().__init__()
+        if width % tokens:
+            raise ValueError(f"width {width} must be a multiple of the {tokens} tokens")
+        self.slice = -(-inputs // tokens)
+        self.padding = self.slice * tokens - inputs
+        self.tokenise = GroupedLinear(tokens, self.slice, width)
+        self.blocks = nn.ModuleList(blocks)
+        self.tower = ScoreMLP(width, width)
+
+    def tokens(self, e: Tensor) -> Tensor:
+        """Semantic tokenisation: (B, F), padded, cut into T slices, each with its own linear map -> (B, T, D)."""
+        return self.tokenise(F.pad(e, (0, self.padding)).unflatten(-1, (-1, self.slice)))
+
+    def forward(self, e: Tensor, routing: Routing | None = None) -> Tensor:
+        """(B, F) -> logit (B,)."""
+        x = self.tokens(e)
+        for block in self.blocks:
+            x = block(x, routing)
+        return self.tower(x.mean(1))
+
+
+def dense_blocks(tokens: int, width: int, hidden: int, count: int) -> list[MixerBlock]:
+    """RankMixer's dense blocks: token mixing and per-token networks of hidden width `hidden`."""
+    return [MixerBlock(width, TokenMixing(), PerTokenFFN(tokens, width, hidden)) for _ in range(count)]

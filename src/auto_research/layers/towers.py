@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from auto_research.runtime.flops import count_flops, flop_formula
 
 Kind = Literal["id", "multi-hot", "dense", "history"]
 Pooling = Literal["liked-mean", "mean", "din"]
@@ -57,6 +60,7 @@ class FeatureEmbedding(nn.Module):
         history: how histories are pooled.
         candidate: the id field of the item to be scored.
         liked: smallest rating code that counts as liked.
+        attention: hidden width of the network behind `din`.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class FeatureEmbedding(nn.Module):
         history: Pooling = "liked-mean",
         candidate: str = "item",
         liked: int = 8,
+        attention: int = 36,
     ) -> None:
         super().__init__()
         self.fields = tuple(fields)
@@ -83,7 +88,7 @@ class FeatureEmbedding(nn.Module):
                     raise ValueError(f"field '{field.name}' lives in the item space and needs a group of its own")
                 if field.kind == "history":
                     if history == "din":
-                        self.attention[field.name] = TargetAttention(width)
+                        self.attention[field.name] = TargetAttention(width, attention)
                     if history != "liked-mean":
                         self.ratings[field.name] = _table(field.size, width)
                 elif field.kind == "dense":
@@ -270,14 +275,40 @@ def matched_width(parameters: Callable[[int], int], target: int) -> int:
     return min((low, high), key=lambda width: abs(parameters(width) - target))
 
 
+def matched_pair(cost: Callable[[int, int], tuple[int, int]], target: tuple[int, int]) -> tuple[int, int]:
+    """Two widths, each at least 1, at which two costs (say parameters and FLOPs) come nearest to their targets.
+
+    Both costs must be affine in both widths, as those of hidden layers are; they are probed at three points.
+    """
+    low, step = 4, 8
+    base = torch.tensor(cost(low, low), dtype=torch.float64)
+    slopes = [
+        torch.tensor(cost(*point), dtype=torch.float64) - base for point in ((low + step, low), (low, low + step))
+    ]
+    rise = torch.stack(slopes, 1) / step
+    first, second = (torch.linalg.solve(rise, torch.tensor(target, dtype=torch.float64) - base) + low).round().tolist()
+    return max(1, int(first)), max(1, int(second))
+
+
 def forward_flops(run: Callable[[], object]) -> int:
     """Floating-point operations of the matrix products that `run()` dispatches, by their formulas (2·m·n·k each).
 
-    Element-wise work and table look-ups are not counted. Divide by the batch size for a figure per sample.
+    Attention counts as its two products. Element-wise work and table look-ups are not counted. Divide by the batch
+    size for a figure per sample.
     """
-    from torch.utils.flop_counter import FlopCounterMode
-
-    counter = FlopCounterMode(display=False)
-    with torch.no_grad(), counter:
+    with torch.no_grad(), _FlopCounter() as counter:
         run()
-    return int(counter.get_total_flops())
+    return counter.total
+
+
+class _FlopCounter(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        formula = flop_formula(func)
+        if formula is not None:
+            self.total += count_flops(formula, args, kwargs or {}, out)
+        return out

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from auto_research.layers.attention import KVCache, MultiHeadAttention, Rotary, padding_mask
+from auto_research.layers.attention import KVCache, MultiHeadAttention, Rotary, padding_mask, restrict
 
 Activation = Literal["relu", "gelu", "silu", "swiglu"]
 Norm = Literal["layer", "rms"]
@@ -139,6 +139,35 @@ class TransformerBlock(nn.Module):
 _IDENTITY = nn.Identity()
 
 
+class CrossAttentionBlock(nn.Module):
+    """Queries that read a memory and never each other: pre-norm cross-attention, then a feed-forward network.
+
+    Stacked over one memory it is target attention in depth: a candidate that reads a history layer by layer.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        hidden: int,
+        *,
+        memory_dim: int | None = None,
+        activation: Activation = "gelu",
+        norm: Norm = "layer",
+    ) -> None:
+        super().__init__()
+        self.attention = MultiHeadAttention(dim, heads, memory_dim=memory_dim)
+        self.attention_norm = make_norm(norm, dim)
+        self.memory_norm = make_norm(norm, memory_dim or dim)
+        self.feed_forward = FeedForward(dim, hidden, activation=activation)
+        self.feed_forward_norm = make_norm(norm, dim)
+
+    def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+        """x (B, Q, dim), memory (M, S, memory_dim) -> (B, Q, dim); B, mask and cache as in `MultiHeadAttention`."""
+        x = x + self.attention(self.attention_norm(x), self.memory_norm(memory), mask, cache=cache)
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
 class TransformerStack(nn.Module):
     """Blocks one after another, with a closing normalisation when they are pre-norm.
 
@@ -202,12 +231,12 @@ class TransformerStack(nn.Module):
 
         Args:
             valid: (B, keys) True at real positions; with a cache, keys = cached + new positions.
-            mask: a further boolean mask that broadcasts to (B, heads, T, keys).
+            mask: a further mask, boolean or added to the scores, that broadcasts to (B, heads, T, keys).
             memory, memory_valid: (M, S, dim) and (M, S), for stacks with cross-attention.
             latest: how many last positions are wanted, all by default; the last block computes no others.
         """
         if valid is not None:
-            mask = padding_mask(valid) if mask is None else padding_mask(valid) & mask
+            mask = restrict(mask, padding_mask(valid))
         memory_mask = None if memory_valid is None else padding_mask(memory_valid)
         final = len(self.blocks) - 1
         for i, block in enumerate(self.blocks):

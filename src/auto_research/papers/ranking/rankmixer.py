@@ -15,7 +15,7 @@ networks, L blocks, E experts of a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from auto_research.layers.attention import MultiHeadAttention
 from auto_research.layers.experts import AdaptivePenalty, LoadMeter, ReLUExperts, Routing, TopKExperts
-from auto_research.layers.token_mixing import GroupedLinear, MixerBlock, PerTokenFFN, TokenMixing
+from auto_research.layers.token_mixing import MixerBlock, MixerTrunk, PerTokenFFN, TokenMixing
 from auto_research.layers.towers import (
     DCNv2,
     FeatureEmbedding,
@@ -121,32 +121,17 @@ SIZES: dict[str, RankMixerConfig] = {
 """Four sizes for a scaling curve at equal data; the paper prefers width over depth and tokens."""
 
 
-class RankMixerTrunk(nn.Module):
-    """Embedded fields -> T tokens -> L blocks -> mean over tokens -> task tower."""
+class RankMixerTrunk(MixerTrunk):
+    """Embedded fields -> T tokens -> L blocks -> mean over tokens -> task tower, as configured."""
 
     def __init__(self, inputs: int, config: RankMixerConfig) -> None:
-        super().__init__()
-        if config.width % config.tokens:
-            raise ValueError(f"width {config.width} must be a multiple of the {config.tokens} tokens")
-        self.slice = -(-inputs // config.tokens)
-        self.padding = self.slice * config.tokens - inputs
-        self.tokenise = GroupedLinear(config.tokens, self.slice, config.width)
-        self.blocks = nn.ModuleList(
-            MixerBlock(config.width, _mixing(config), _feed_forward(config), residual=config.residual, norm=config.norm)
-            for _ in range(config.blocks)
-        )
-        self.tower = ScoreMLP(config.width, config.width)
+        super().__init__(inputs, config.tokens, config.width, _blocks(config))
 
-    def tokens(self, e: Tensor) -> Tensor:
-        """Semantic tokenisation: (B, F), padded, cut into T slices, each with its own linear map -> (B, T, D)."""
-        return self.tokenise(F.pad(e, (0, self.padding)).unflatten(-1, (-1, self.slice)))
 
-    def forward(self, e: Tensor, routing: Routing | None = None) -> Tensor:
-        """(B, F) -> logit (B,)."""
-        x = self.tokens(e)
-        for block in self.blocks:
-            x = block(x, routing)
-        return self.tower(x.mean(1))
+def _blocks(config: RankMixerConfig) -> Iterator[MixerBlock]:
+    for _ in range(config.blocks):
+        mixing, feed_forward = _mixing(config), _feed_forward(config)
+        yield MixerBlock(config.width, mixing, feed_forward, residual=config.residual, norm=config.norm)
 
 
 def _mixing(config: RankMixerConfig) -> nn.Module | None:
