@@ -19,6 +19,7 @@ from auto_research.tasks.click import (
     GAPS,
     PRIOR,
     RATINGS,
+    SIDES,
     STATISTICS,
     ClickTask,
     PastMeans,
@@ -305,3 +306,67 @@ def test_click_loss_is_binary_cross_entropy_in_float32():
     found = click_loss(logit, label)
     assert found.dtype == torch.float32
     assert float(found) == pytest.approx(expected)
+
+
+def test_details_of_events_and_statistics_by_side_against_a_loop():
+    data = world(5, 7, 150, 1)
+    task = ClickTask(data, history_length=4, detailed=True)
+    batch = everything(task)
+    gap = batch["gap"]
+    for e in range(len(data)):
+        past = [i for i in range(len(data)) if data.user[i] == data.user[e] and data.time[i] < data.time[e]][-4:]
+        none = 4 - len(past)
+        assert batch["history_gap"][e].tolist() == [0] * none + [int(gap[i]) for i in past]
+        assert batch["history_age"][e].tolist() == [0] * none + [int(data.time[e] - data.time[i]) for i in past]
+        expected = np.concatenate([np.zeros((none, 3)), data.items.genres[data.item[past]]])
+        assert (batch["history_genres"][e].numpy() == expected).all()
+    assert torch.equal(torch.cat([batch[name] for name in SIDES], 1), batch["statistics"])
+    named = {f.name for f in (*task.request_fields, *task.candidate_fields)}
+    assert named == {f.name for f in task.fields} - {"last_item", "history", "statistics"} | set(SIDES)
+    plain = everything(ClickTask(data, history_length=4))
+    assert all(torch.equal(batch[name], value) for name, value in plain.items())
+
+
+def test_candidates_of_a_pack_differ_in_the_candidate_fields_alone():
+    task = miniature(detailed=True)
+    events, items = task.test[:3], torch.tensor([0, 5, 7, 2])
+    requests, candidates = task.pack(events, items, CPU)
+    assert len(requests["user"]) == 3
+    assert candidates["item"].tolist() == [1, 6, 8, 3] * 3
+    assert not any(name.startswith("history") for name in candidates)
+    for field in task.request_fields:
+        repeated = requests[field.name].repeat_interleave(4, dim=0)
+        assert torch.equal(repeated, candidates[field.name]), field.name
+
+
+class Packed(Fixed):
+    """The same scores, with the part that is known before the candidate read once a request."""
+
+    shares_requests = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests = 0
+
+    def scores(self, batch):
+        return batch["history_rating"].sum(1) + 0.1 * batch["item"] + batch["item statistics"].sum(1)
+
+    def request_side(self, batch):
+        self.requests += len(batch["user"])
+        return batch["history_rating"].sum(1)
+
+    def candidate_scores(self, side, batch):
+        own = 0.1 * batch["item"] + batch["item statistics"].sum(1)
+        return side.repeat_interleave(len(own) // len(side)) + own
+
+
+def test_a_model_that_shares_requests_reads_each_once_and_ranks_the_same():
+    task = ClickTask(world(5, 9, 60, 8, moments=4000), catalogue_users=99, detailed=True)
+    packed, plain = Packed(), Packed()
+    plain.shares_requests = False
+    found, expected = task.evaluate(packed, "test", CPU), task.evaluate(plain, "test", CPU)
+    assert found.values() == pytest.approx(expected.values(), nan_ok=True)
+    assert 0 < packed.requests <= 5
+    assert plain.requests == 0
+    assert found.diagnostics["packed gap"] < 1e-5
+    assert "packed gap" not in expected.diagnostics

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -36,6 +36,8 @@ RATINGS = 11
 PRIOR = 5.0
 """Pseudo-examples by which past means are drawn to the mean above them."""
 STATISTICS = ("user mean", "user count", "item mean", "item count", "user x genre mean", "user x genre count")
+SIDES = {"user statistics": 2, "item statistics": 2, "cross statistics": 2}
+"""The columns of `STATISTICS` by what they are about; the first group needs no candidate."""
 
 
 class PastTotals:
@@ -100,6 +102,22 @@ class Reports(Protocol):
         ...
 
 
+@runtime_checkable
+class RequestScorer(Protocol):
+    """A model that can read a request once for all of its candidates."""
+
+    shares_requests: bool
+    """Whether it can as configured (an ablation that lets the history see the candidate cannot)."""
+
+    def request_side(self, batch: Batch) -> Any:
+        """What R requests need no candidate for."""
+        ...
+
+    def candidate_scores(self, side: Any, batch: Batch) -> Tensor:
+        """Logits (R·C,) of C candidates of each request, adjacent; `batch` has R·C rows and no history."""
+        ...
+
+
 class ClickTask:
     """The ranking task over MovieLens-like ratings.
 
@@ -108,14 +126,23 @@ class ClickTask:
     A batch holds one tensor a field (see `Field`), `history_item` and `history_rating` (B, T), and `label` (B,).
     Item ids in batches are shifted by one: 0 is "none".
 
+    With `detailed`, batches also hold what each event of the history was about: `history_genres` (B, T, G) float,
+    `history_gap` (B, T), the code of the time since the event before it, and `history_age` (B, T) int64, seconds
+    between it and the example; zero at padding. And they hold the statistics by side, named as in `SIDES`. The
+    inputs of a request (everything but the candidate) are then `request_fields` and the history, those of a candidate
+    `candidate_fields`.
+
     Metrics: `auc` over all examples, `user_auc` (users with both labels), `log_loss`; with `catalogue_users`, on test
     only, also `ndcg@10` and `hit@10` of the first liked test event of that many users among all items they have not
-    rated before, and the diagnostic `head share@10` (of the most-rated 10 % of items). Units are users.
+    rated before, and the diagnostic `head share@10` (of the most-rated 10 % of items). Units are users. A
+    `RequestScorer` reads each of these requests once; the diagnostic `packed gap` is the largest difference to the
+    plain scores of the same candidates.
 
     Args:
         history_length: T, the latest events that are kept.
         like: smallest rating of a positive label.
         catalogue_users: users ranked over the full catalogue.
+        detailed: whether batches hold the details of events and the statistics by side.
     """
 
     name = "click ranking"
@@ -129,12 +156,14 @@ class ClickTask:
         history_length: int = 32,
         like: float = 4.0,
         catalogue_users: int = 0,
+        detailed: bool = False,
         fractions: tuple[float, float, float] = (0.8, 0.1, 0.1),
     ) -> None:
         if history_length < 1:
             raise ValueError(f"history_length must be at least 1, got {history_length}")
         self.num_users, self.num_items = interactions.num_users, interactions.num_items
         self.history_length = history_length
+        self.detailed = detailed
         self.liked_code = int(2 * like)
         train, valid, test = (torch.from_numpy(part) for part in chronological(interactions, fractions))
         self.train, self.validation, self.test = train, valid, test
@@ -163,7 +192,7 @@ class ClickTask:
             "event": event,
             "item": {"item": torch.arange(self.num_items) + 1, "genres": self.genres, "year": self.year},
             "pair": {"statistics": self._past.statistics(self.user, self.item, self.moment, self.genres[self.item])},
-            "flat": {"item": self.item, "code": code, "begin": begin, "end": end, "label": self.label},
+            "flat": {"item": self.item, "code": code, "begin": begin, "end": end, "label": self.label, "time": time},
         }
         self._on_device: dict[torch.device, dict[str, Batch]] = {torch.device("cpu"): self._tables}
         self.fields = self._fields(interactions)
@@ -203,6 +232,18 @@ class ClickTask:
             Field("statistics", "statistics", "dense", len(STATISTICS)),
         )
 
+    @property
+    def request_fields(self) -> tuple[Field, ...]:
+        """Fields that are known before a candidate is: user, profile, context and the user's statistics."""
+        shared = [f for f in self.fields if f.group in ("user", "profile", "context")]
+        return (*shared, Field("user statistics", "user statistics", "dense", SIDES["user statistics"]))
+
+    @property
+    def candidate_fields(self) -> tuple[Field, ...]:
+        """Fields of the candidate: item, content, the item's statistics and those of the user with its genres."""
+        own = [f for f in self.fields if f.group in ("item", "content")]
+        return (*own, *(Field(n, n, "dense", SIDES[n]) for n in ("item statistics", "cross statistics")))
+
     def _on(self, device: torch.device) -> dict[str, Batch]:
         """The tables on a device, copied there once."""
         if device not in self._on_device:
@@ -211,8 +252,10 @@ class ClickTask:
             }
         return self._on_device[device]
 
-    def rows(self, event: Tensor, device: torch.device, *, candidate: Tensor | None = None) -> Batch:
-        """The examples `event` (B,) as a batch on `device`.
+    def rows(
+        self, event: Tensor, device: torch.device, *, candidate: Tensor | None = None, history: bool = True
+    ) -> Batch:
+        """The examples `event` (B,) as a batch on `device`, without the columns of the history if `history` is False.
 
         With `candidate` (B,), 0-based items take the place of the event's own item; the batch then has no label.
         """
@@ -222,11 +265,8 @@ class ClickTask:
         item = flat["item"][event] if candidate is None else candidate.to(device)
         batch = {name: value[event] for name, value in tables["event"].items()}
         batch |= {name: value[item] for name, value in tables["item"].items()}
-        position = flat["end"][event, None] + torch.arange(-self.history_length, 0, device=device)
-        real = position >= flat["begin"][event, None]
-        position = position.clamp(min=0)
-        batch["history_item"] = torch.where(real, flat["item"][position] + 1, 0)
-        batch["history_rating"] = torch.where(real, flat["code"][position], 0)
+        if history:
+            batch |= self._history(event, tables)
         if candidate is None:
             batch["statistics"] = tables["pair"]["statistics"][event]
             batch["label"] = flat["label"][event]
@@ -234,7 +274,26 @@ class ClickTask:
             there, shown = event.cpu(), candidate.cpu()
             statistics = self._past.statistics(self.user[there], shown, self.moment[there], self.genres[shown])
             batch["statistics"] = statistics.to(device)
+        if self.detailed:
+            batch |= dict(zip(SIDES, batch["statistics"].split(list(SIDES.values()), dim=1), strict=True))
         return batch
+
+    def _history(self, event: Tensor, tables: dict[str, Batch]) -> Batch:
+        """The columns of the latest `history_length` events strictly before each event (B,)."""
+        flat = tables["flat"]
+        position = flat["end"][event, None] + torch.arange(-self.history_length, 0, device=event.device)
+        real = position >= flat["begin"][event, None]
+        position = position.clamp(min=0)
+        item = flat["item"][position]
+        found = {
+            "history_item": torch.where(real, item + 1, 0),
+            "history_rating": torch.where(real, flat["code"][position], 0),
+        }
+        if self.detailed:
+            found["history_genres"] = tables["item"]["genres"][item] * real[..., None]
+            found["history_gap"] = torch.where(real, tables["event"]["gap"][position], 0)
+            found["history_age"] = torch.where(real, flat["time"][event, None] - flat["time"][position], 0)
+        return found
 
     def batches(self, seed: int, batch_size: int, device: torch.device) -> Iterator[Batch]:
         """Endless training batches; every pass over the data has its own order, which `seed` alone decides."""
@@ -257,9 +316,9 @@ class ClickTask:
             diagnostics = model.report() if isinstance(model, Reports) else {}
             found: dict[str, UnitMetric] = self._pointwise(score, event)
             if split == "test" and len(self._cases):
-                ranked, head = self._catalogue(model, device)
+                ranked, further = self._catalogue(model, device)
                 found |= ranked
-                diagnostics["head share@10"] = head
+                diagnostics |= further
         model.train(was_training)
         return Evaluation(self.num_users, found, diagnostics)
 
@@ -285,38 +344,61 @@ class ClickTask:
         drawn = torch.randperm(len(cases), generator=torch.Generator().manual_seed(0))[:users]
         return cases[drawn.sort().values]
 
-    def _catalogue(self, model: nn.Module, device: torch.device) -> tuple[dict[str, UnitMetric], float]:
+    def _catalogue(self, model: nn.Module, device: torch.device) -> tuple[dict[str, UnitMetric], dict[str, float]]:
         everything = torch.arange(self.num_items)
-        scores = torch.cat(
-            [
-                model.scores(
-                    self.rows(
-                        events.repeat_interleave(self.num_items), device, candidate=everything.repeat(len(events))
-                    )
-                )
-                .float()
-                .cpu()
-                .view(len(events), -1)
-                for events in self._cases.split(max(1, 8192 // self.num_items))
-            ]
-        )
+        parts = self._cases.split(max(1, 8192 // self.num_items))
+        scores = torch.cat([self.pack_scores(model, part, everything, device).cpu() for part in parts])
+        diagnostics = {}
+        if shares_requests(model):
+            some = everything[:100]
+            plain = self.pack_scores(model, self._cases[:1], some, device, packed=False).cpu()
+            diagnostics["packed gap"] = float((plain - scores[:1, : len(some)]).abs().max())
         scores = F.pad(scores, (1, 0), value=-torch.inf)  # column 0 is "no item"
         seen, target = self._seen(self._cases), self.item[self._cases] + 1
         rank = metrics.rank_of_target(scores, target, exclude=seen)
         top = metrics.exclude_items(scores, seen).topk(10).indices - 1
         owner = self.user[self._cases]
         nothing = torch.full((self.num_users,), torch.nan, dtype=torch.float64)
-        share = metrics.head_share(top, self._head)
+        diagnostics["head share@10"] = float(metrics.head_share(top, self._head).mean())
         return {
             "ndcg@10": Mean(nothing.index_copy(0, owner, metrics.ndcg(rank, 10).double())),
             "hit@10": Mean(nothing.index_copy(0, owner, metrics.hit_rate(rank, 10).double())),
-        }, float(share.mean())
+        }, diagnostics
+
+    def pack(self, event: Tensor, items: Tensor, device: torch.device) -> tuple[Batch, Batch]:
+        """Requests at the moments of `event` (R,), each with the candidates `items` (C,), 0-based.
+
+        Returns a batch of R requests and one of their R·C candidates, those of a request adjacent, without history.
+        The requests' own item fields are those of the event; a `request_side` must not read them.
+        """
+        each, shown = event.repeat_interleave(len(items)), items.repeat(len(event))
+        return self.rows(event, device), self.rows(each, device, candidate=shown, history=False)
+
+    def pack_scores(
+        self, model: nn.Module, event: Tensor, items: Tensor, device: torch.device, *, packed: bool | None = None
+    ) -> Tensor:
+        """Logits float32 (R, C) of the candidates `items` (C,) at `event` (R,).
+
+        `packed` reads each request once, by default where the model can; otherwise it is read for each candidate.
+        """
+        if shares_requests(model) if packed is None else packed:
+            requests, candidates = self.pack(event, items, device)
+            found = model.candidate_scores(model.request_side(requests), candidates)
+        else:
+            each, shown = event.repeat_interleave(len(items)), items.repeat(len(event))
+            found = model.scores(self.rows(each, device, candidate=shown))
+        return found.float().view(len(event), -1)
 
     def _seen(self, event: Tensor) -> Tensor:
         """Shifted ids of the items that the users of `event` (C,) rated before it, (C, most), padded with 0."""
         begin, end = self._tables["flat"]["begin"][event, None], self._tables["flat"]["end"][event, None]
         position = end + torch.arange(-int((end - begin).max()), 0)
         return torch.where(position >= begin, self.item[position.clamp(min=0)] + 1, 0)
+
+
+def shares_requests(model: nn.Module) -> bool:
+    """Whether a model, as configured, reads a request once for all of its candidates."""
+    return isinstance(model, RequestScorer) and model.shares_requests
 
 
 def _strictly_earlier(offsets: Tensor, user: Tensor, moment: Tensor) -> tuple[Tensor, Tensor]:
@@ -349,7 +431,9 @@ def _year_code(year: Tensor) -> Tensor:
     return torch.where(year > 0, year.clamp(FIRST_YEAR, LAST_YEAR) - FIRST_YEAR + 1, 0)
 
 
-def miniature(users: int = 8, items: int = 12, events: int = 10, *, history_length: int = 4) -> ClickTask:
+def miniature(
+    users: int = 8, items: int = 12, events: int = 10, *, history_length: int = 4, detailed: bool = False
+) -> ClickTask:
     """A made-up task of a few users with demographics, for specimens and tests; always the same for the same sizes."""
     generator = np.random.default_rng(0)
     genres = generator.random((items, 3)) < 0.4
@@ -374,6 +458,7 @@ def miniature(users: int = 8, items: int = 12, events: int = 10, *, history_leng
             users=people,
         ),
         history_length=history_length,
+        detailed=detailed,
     )
 
 

@@ -1,0 +1,74 @@
+"""What it costs to score many candidates of one request, with the request read once and with it read for each."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from auto_research.layers.towers import forward_flops
+from auto_research.tasks.click import ClickTask
+
+
+@dataclass(frozen=True)
+class RequestCost:
+    """Both ways to score C candidates of one request.
+
+    Attributes:
+        gap: largest difference of their logits.
+        packed_seconds, plain_seconds: median of interleaved rounds; plain is one vectorised pass over C examples.
+        packed_flops, plain_flops: of the whole request.
+    """
+
+    candidates: int
+    gap: float
+    packed_seconds: float
+    plain_seconds: float
+    packed_flops: int
+    plain_flops: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.candidates} candidates: largest difference {self.gap:.1e}, {1000 * self.packed_seconds:.1f} ms with"
+            f" the request read once and {1000 * self.plain_seconds:.1f} ms without,"
+            f" FLOPs {self.packed_flops / self.plain_flops - 1:+.0%}"
+        )
+
+
+def measure_requests(
+    task: ClickTask, model: nn.Module, device: torch.device, *, candidates: int, rounds: int = 9
+) -> RequestCost:
+    """Scores `candidates` items for the test event with the longest history, both ways.
+
+    `model` is a `RequestScorer` in eval mode. Items repeat when there are fewer than `candidates`. Batches are made
+    before the clock starts; rounds alternate, so that a busy machine slows both; the first round warms up.
+    """
+    begin, end = (task._tables["flat"][name][task.test] for name in ("begin", "end"))
+    event = task.test[(end - begin).argmax()][None]
+    items = torch.arange(candidates) % task.num_items
+    requests, packed = task.pack(event, items, device)
+    plain = task.rows(event.repeat(candidates), device, candidate=items)
+    ways: dict[str, Callable[[], torch.Tensor]] = {
+        "packed": lambda: model.candidate_scores(model.request_side(requests), packed),
+        "plain": lambda: model.scores(plain),
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    with torch.inference_mode():
+        found = {name: way().float() for name, way in ways.items()}
+        for _ in range(rounds):
+            for name, way in ways.items():
+                started = time.perf_counter()
+                way().sum().item()  # waits for the device
+                times[name].append(time.perf_counter() - started)
+    return RequestCost(
+        candidates=candidates,
+        gap=float((found["packed"] - found["plain"]).abs().max()),
+        packed_seconds=statistics.median(times["packed"]),
+        plain_seconds=statistics.median(times["plain"]),
+        packed_flops=forward_flops(ways["packed"]),
+        plain_flops=forward_flops(ways["plain"]),
+    )
