@@ -20,11 +20,10 @@ from auto_research.evolve.attempts import LOST
 from auto_research.evolve.cells import artefact_folder, folder_digest
 from auto_research.evolve.controller import fork, open_test, plan_only, read_run, resume, run, stop
 from auto_research.evolve.events import rebuild
-from auto_research.evolve.finalise import run_test
 from auto_research.evolve.plan import runs
 from auto_research.evolve.quarantine import stage
 from auto_research.evolve.records import RunConfig, RunRecord
-from auto_research.evolve.workflow import SealedTest
+from auto_research.evolve.workflow import SealedTest, become_finaliser
 from auto_research.runtime.errors import UserError
 from auto_research.runtime.records import OutputLock, read_jsonl
 
@@ -232,10 +231,10 @@ def test_no_controller_to_stop(whole: Whole) -> None:
         stop(whole.folder)
 
 
-def test_without_an_announcement_the_finaliser_refuses(whole: Whole, tmp_path: Path) -> None:
-    payload = {"folder": str(tmp_path), "events": str(whole.folder / "events.jsonl"), "opening": 2}
-    with pytest.raises(UserError, match="does not say"):
-        run_test(payload)
+def test_without_an_announcement_nobody_becomes_the_finaliser(whole: Whole, tmp_path: Path) -> None:
+    for events, opening in ((whole.folder / "events.jsonl", 2), (tmp_path / "none.jsonl", 1)):
+        with pytest.raises(SealedTest, match="does not say"):
+            become_finaliser(events, opening)
 
 
 def test_the_test_stays_sealed_in_the_controller() -> None:
@@ -263,16 +262,17 @@ def test_external_code_is_shown_as_it_stood_and_never_runs(tmp_path: Path) -> No
 FAULTS = {
     1: "nan", 2: "memory", 3: "always-memory", 4: "segfault", 5: "kill", 6: "once-kill", 7: "exception",
     8: "once-io", 9: "output", 10: "once-corrupt", 11: "hang", 12: "stall", 13: "peek",
+    14: "peek-finaliser", 15: "peek-reload",
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory: pytest.TempPathFactory) -> Whole:
-    """A baseline of fourteen seeds, each with its own fault."""
+    """A baseline of sixteen seeds, each with its own fault."""
     root = tmp_path_factory.mktemp("faulty")
     config = small(
         generations=0,
-        seeds=list(range(14)),
+        seeds=list(range(16)),
         trial_timeout_s=8,
         stall_s=4,
         memory_limit_mb=1200,
@@ -306,6 +306,8 @@ def cell_of(faulty: Whole, fault: str) -> Any:
         ("hang", "timed_out", ["timed_out"]),
         ("stall", "timed_out", ["timed_out"]),
         ("peek", "failed", ["failed"]),
+        ("peek-finaliser", "failed", ["failed"]),
+        ("peek-reload", "failed", ["failed"]),
     ],
 )
 def test_every_fault_ends_in_its_state(faulty: Whole, fault: str, state: str, attempts: list[str]) -> None:
@@ -326,7 +328,8 @@ def test_failures_keep_their_reasons(faulty: Whole) -> None:
     assert "not finished after 8 s" in last("hang").reason
     assert last("hang").last_step > 3  # it went on giving signs of life: the deadline ended it
     assert "4 s" in last("stall").reason
-    assert "SealedTest" in last("peek").error
+    for way in ("peek", "peek-finaliser", "peek-reload"):
+        assert "SealedTest" in last(way).error
     assert last("nan").last_step == 4
     assert last("nan").last_loss is None
     log = last("output").log_tail

@@ -11,7 +11,8 @@ A line y = 2 x + 0.4 with noise, fitted by mini-batch gradient descent in numpy:
 
 Faults are planted by environment variables, read where they strike:
 
-* `TOY_FAULT`: hang, nan, memory, always-memory, segfault, kill, exception, io, stall, output, corrupt, peek, disk;
+* `TOY_FAULT`: hang, nan, memory, always-memory, segfault, kill, exception, io, stall, output, corrupt, disk,
+  peek, peek-finaliser, peek-reload;
   `SEED=FAULT,SEED=FAULT` plants one for some seeds, and `once-FAULT` strikes only the first time;
 * `TOY_FAULT_WHERE`: `axis=value`, only candidates that have it;
 * `TOY_NOTES`: folder of the marks of `once-`, and of `hang.json` with the ids of grandchild and child;
@@ -21,6 +22,7 @@ Faults are planted by environment variables, read where they strike:
 from __future__ import annotations
 
 import atexit
+import importlib
 import json
 import os
 import signal
@@ -41,6 +43,7 @@ from auto_research.evolve.workflow import (
     Operator,
     Progress,
     Scores,
+    SealedTest,
     Sizes,
     Workflow,
     digest,
@@ -320,4 +323,10 @@ def plant(fault: str, sizes: Sizes, progress: Progress) -> None:
         print("the last line")
         raise ValueError("planted after much output")
     if fault == "peek":
+        ToyWorkflow().load_test(sizes, None)
+    if fault.startswith("peek-"):
+        module = sys.modules[SealedTest.__module__]
+        if fault == "peek-reload":  # forgets that this process searches
+            module = importlib.reload(module)
+        module.become_finaliser(Path(os.environ["TOY_NOTES"]) / "r/events.jsonl", 1)
         ToyWorkflow().load_test(sizes, None)

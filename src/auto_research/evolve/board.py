@@ -644,9 +644,11 @@ def budget(record: RunRecord) -> list[tuple[str, str, str, bool]]:
     cells = [cell for t in trials for cell in t.cells]
     done = sum(cell.state == "completed" for cell in cells)
     children = [t for t in record.trials if t.candidate.generation > 0]
+    idle = sum(t.state in ("duplicate", "infeasible") for t in children)
     planned = config.generations * config.population
+    beside = f"; {idle} more could not differ or not run" if idle else ""
     found = [
-        ("trials of the search", str(len(children)), f"of {planned} planned, and the baseline", False),
+        ("trials of the search", str(len(children) - idle), f"of {planned} planned, and the baseline{beside}", False),
         ("cells completed", str(done), f"of {len(cells)} begun or planned; one is one seed in one process", False),
     ]
     if record.random_search:

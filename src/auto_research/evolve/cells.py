@@ -22,7 +22,7 @@ from typing import Any
 
 from auto_research.evolve.genome import ensure_runnable
 from auto_research.evolve.records import Attempt, Candidate, CellResult, CellState, Role, RunConfig
-from auto_research.evolve.workflow import NonFinite, Scores, Sizes, Workflow
+from auto_research.evolve.workflow import NonFinite, Scores, Sizes, Workflow, enter_search
 from auto_research.evolve.workflows import workflow as find_workflow
 from auto_research.runtime.errors import UserError, nearest
 from auto_research.runtime.process import Outcome
@@ -248,6 +248,7 @@ def run_cell(payload: dict[str, Any]) -> dict[str, Any]:
     Payload: `workflow`, `genome`, `seed`, `budget`, `sizes` (resolved), `dataset_dir`, `device`, `digests` (of the
     prepared data), `folder` (of the attempt). Returns metrics, units, seconds, peaks, device and artefact digest.
     """
+    enter_search()
     folder = Path(payload["folder"])
     heartbeat = Heartbeat(folder / HEARTBEAT)
     clock, processor = time.perf_counter(), time.process_time()

@@ -11,11 +11,12 @@ from typing import Any
 
 from auto_research.evolve.cells import HEARTBEAT, Heartbeat, load_data, sizes_for, use_device
 from auto_research.evolve.records import Candidate, Prepared, RunConfig, Trial
-from auto_research.evolve.workflow import Data, Sizes, Workflow
+from auto_research.evolve.workflow import Data, Sizes, Workflow, enter_search
 from auto_research.evolve.workflows import workflow as find_workflow
 
 
 def _opened(payload: dict[str, Any], config: RunConfig) -> tuple[Workflow, Sizes, Data]:
+    enter_search()
     workflow = find_workflow(config.workflow)
     sizes = sizes_for(workflow, config)
     use_device("cpu", config.run_seed)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from auto_research.evolve.space import Genome, Space, Value
 from auto_research.runtime.budget import Budget
+from auto_research.runtime.records import read_jsonl
 
 if TYPE_CHECKING:
     from auto_research.evolve.records import Trial
@@ -155,7 +156,8 @@ class Workflow(ABC):
         select: False for workflows that only measure fixed candidates (scaling law): no promotion.
         level: reached by a standard run with complete data.
         schedule: axis groups of generation 2, 3, ... (generation 1 is the ablation of operators).
-        n_min, z, delta_min: promotion rule.
+        cell_seconds: hard limit of a cell by budget, several times what a slow processor needs; a cell that makes no
+            progress is ended long before.
         language_model: cells use transformers, so their fork server imports it once.
         preload: modules the cells' fork server imports instead; None for torch.
     """
@@ -178,6 +180,7 @@ class Workflow(ABC):
     space: ClassVar[Space]
     operators: ClassVar[tuple[Operator, ...]] = ()
     evidence: ClassVar[tuple[Evidence, ...]] = ()
+    cell_seconds: ClassVar[Mapping[Budget, float]] = {"smoke": 900, "standard": 3600, "full": 86_400}
     language_model: ClassVar[bool] = False
     preload: ClassVar[tuple[str, ...] | None] = None
 
@@ -268,12 +271,26 @@ class Workflow(ABC):
         return []
 
 
-_finalising = False
+_finalising = _searching = False
 
 
-def become_finaliser() -> None:
-    """Called once by the finaliser's process, after the opening was logged: this process may read the test part."""
+def enter_search() -> None:
+    """Called by every process that plans, trains or validates: it can never read the test part."""
+    global _searching
+    _searching = True
+
+
+def become_finaliser(events: Path, opening: int) -> None:
+    """Lets this process read the test part, once the event log says that it is opened.
+
+    Raises `SealedTest` when the log does not say so, or in a process of the search.
+    """
     global _finalising
+    if _searching:
+        raise SealedTest("a process of the search cannot become the finaliser")
+    announced = [event["opening"] for event in read_jsonl(events) if event["event"] == "test_opened"]
+    if opening not in announced:
+        raise SealedTest("the event log does not say that the test part is opened; only the controller opens it")
     _finalising = True
 
 
@@ -286,6 +303,7 @@ def _sealed(method: Callable[..., Any]) -> Callable[..., Any]:
             )
         return method(self, *args, **kwargs)
 
+    del load_test.__wrapped__  # the way round the seal
     return load_test
 
 
