@@ -204,3 +204,15 @@ def test_calibration_metric_by_hand(task):
 def test_data_without_niche_genres_is_refused():
     with pytest.raises(UserError, match="niche"):
         cd.split_domains(ratings(genre="Horror"))
+
+
+@pytest.mark.parametrize("users, share", [(250, 0.2), (610, 0.2), (943, 0.2), (2000, 0.1), (6040, 0.05)])
+def test_the_target_is_a_twentieth_of_many_users_and_a_fifth_of_few(users, share):
+    assert cd.target_share(users) == pytest.approx(share)
+
+
+def test_the_share_of_target_users_is_kept():
+    for options, expected in (({}, 8), ({"target_users": 0.5}, 20)):
+        task = cd.split_domains(ratings(), history=8, **options)
+        assert len(set(task.target.user.tolist())) == expected
+        assert len(set(task.source.user.tolist())) == 40 - expected

@@ -217,10 +217,15 @@ def _keep(interactions: Interactions, rows: NDArray[np.bool_]) -> Interactions:
     return replace(interactions, **columns)
 
 
+def target_share(users: int) -> float:
+    """Share of the users in the target: a twentieth, more where that leaves fewer than 200, at most a fifth."""
+    return min(0.2, max(0.05, 200 / users))
+
+
 def split_domains(
     interactions: Interactions,
     *,
-    target_users: float = 0.2,
+    target_users: float | None = None,
     known_niche: float = 0.2,
     source_negatives: int = 1,
     target_negatives: int = 2,
@@ -231,7 +236,7 @@ def split_domains(
     """Divides ratings into the two domains; the division depends on `seed` alone, not on the training seed.
 
     Args:
-        target_users: share of the users who belong to the target domain.
+        target_users: share of the users who belong to the target domain; `target_share` when left out.
         known_niche: share of the other users' niche events that the source domain contains.
         train_share: share of the target's training events that is used.
     """
@@ -240,8 +245,9 @@ def split_domains(
         raise UserError("this data set has none of the niche genres; use a MovieLens data set")
     niche_item: NDArray[np.bool_] = np.any(interactions.items.genres[:, niche_columns], axis=1)
     rng = np.random.default_rng(seed)
+    share = target_share(interactions.num_users) if target_users is None else target_users
     in_target = np.zeros(interactions.num_users, dtype=bool)
-    in_target[rng.permutation(interactions.num_users)[: round(target_users * interactions.num_users)]] = True
+    in_target[rng.permutation(interactions.num_users)[: round(share * interactions.num_users)]] = True
     niche_event = niche_item[interactions.item]
     kept = ~niche_event | (rng.random(len(interactions)) < known_niche)
     source_rows = ~in_target[interactions.user] & kept
