@@ -346,6 +346,12 @@ def test_places_and_limits_are_outside_the_fingerprint() -> None:
     assert (placed.retries, placed.trial_timeout_s) == (4, 5.0)
 
 
+def test_a_budget_brings_its_own_limit_of_a_cell() -> None:
+    toy = _toy("")
+    assert configure(params(*TOY)).trial_timeout_s == toy.cell_seconds["smoke"]
+    assert configure(params(*TOY, "--budget", "standard")).trial_timeout_s == toy.cell_seconds["standard"]
+
+
 def test_cells_share_the_cores_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("auto_research.runtime.versions.cores", lambda: 4)
     assert configure(params(*TOY, "--device", "cpu")).where == {"workers": 4}

@@ -83,7 +83,7 @@ MemoryLimit = Annotated[int | None, typer.Option("--memory-limit-mb", min=1, hel
 Retries = Annotated[int | None, typer.Option(min=0, help="Further attempts after a transient end.", show_default="1")]
 TrialTimeout = Annotated[
     float | None,
-    typer.Option("--trial-timeout-seconds", help="Hard limit of a cell and all it started.", show_default="900"),
+    typer.Option("--trial-timeout-seconds", help="Hard limit of a cell and all it started.", show_default="by budget"),
 ]
 Stall = Annotated[
     float | None,

@@ -414,15 +414,21 @@ def trial(name: str, fitness: list[float]) -> Trial:
 def test_the_summary_tells_differences_from_noise():
     baseline = trial("baseline", [-6.28, -6.30, -6.26])
     found = WORKFLOW.summarise([baseline, trial("gqa", [-6.27, -6.29]), trial("sft", [-6.0, -6.05])])
-    assert "no difference beyond noise: gqa" in found["sentence"]
-    assert "differs from the baseline beyond noise: sft" in found["sentence"]
-    assert found["rows"][1]["noise limit"] == pytest.approx(2 * 0.02 * math.sqrt(1 / 2 + 1 / 3))
-    assert found["rows"][2]["difference"] == pytest.approx(-6.025 + 6.28)
-    single = WORKFLOW.summarise([trial("baseline", [-6.0]), trial("gqa", [-6.02]), trial("sft", [-5.9])])["sentence"]
-    assert single.startswith("no difference beyond noise: gqa; differs from the baseline beyond noise: sft (")
-    assert "has one seed" in single
-    assert WORKFLOW.summarise([trial("baseline", []), trial("gqa", [-5.0])])["rows"] == []
+    assert found["sentence"].startswith(
+        "No difference beyond noise: gqa; different from the baseline beyond noise: sft ("
+    )
+    assert found["candidates"][1]["noise limit"] == pytest.approx(2 * 0.02 * math.sqrt(1 / 2 + 1 / 3))
+    assert found["candidates"][2]["difference"] == pytest.approx(-6.025 + 6.28)
+    assert WORKFLOW.summarise([trial("baseline", []), trial("gqa", [-5.0])])["candidates"] == []
     json.dumps(found, allow_nan=False)
+
+
+def test_with_one_seed_no_difference_counts():
+    single = WORKFLOW.summarise([trial("baseline", [-6.0]), trial("gqa", [-6.02]), trial("sft", [-1.0])])
+    assert single["sentence"].startswith("No difference beyond noise can be shown: the baseline has one seed")
+    assert "widest gap in fitness is 5.000" in single["sentence"]
+    assert all(row["noise limit"] is None for row in single["candidates"])
+    json.dumps(single, allow_nan=False)
 
 
 # ------------------------------------------------------------------------------------------------ smoke run

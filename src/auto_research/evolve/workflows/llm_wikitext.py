@@ -347,6 +347,7 @@ class MicroLanguageModel(Workflow):
     space = SPACE
     operators = OPERATORS
     evidence = EVIDENCE
+    cell_seconds: ClassVar[dict[Budget, float]] = {"smoke": 900, "standard": 4 * 3600, "full": 7 * 86_400}
     language_model = True
 
     SIZES: ClassVar[dict[Budget, dict[str, int]]] = {
@@ -620,8 +621,7 @@ def compare_with_noise(trials: Sequence[Trial], metric: str) -> dict[str, Any]:
     """Rows of (candidate, perplexity, cache, difference) and a sentence.
 
     The noise is the sample deviation s of the baseline's seeds; the difference of two means of n and m seeds counts
-    as beyond noise when it exceeds 2 s sqrt(1/n + 1/m). With one seed the limit is what two seeds differed by when
-    that was measured, and the sentence says so.
+    as beyond noise when it exceeds 2 s sqrt(1/n + 1/m). With one seed noise was not measured, and no difference counts.
     """
     import statistics
 
@@ -630,32 +630,35 @@ def compare_with_noise(trials: Sequence[Trial], metric: str) -> dict[str, Any]:
     found = [(trial, values(trial, metric)) for trial in trials]
     start = next((seeds for trial, seeds in found if trial.candidate.id == "baseline" and seeds), None)
     if start is None:
-        return {"sentence": "the baseline gave no result: nothing to compare with", "rows": []}
+        return {"sentence": "The baseline gave no result: nothing to compare with.", "candidates": []}
     noise = next(noise_floor(trial, metric) for trial, _ in found if trial.candidate.id == "baseline")
     rows: list[dict[str, Any]] = []
     for trial, seeds in found:
         if not seeds:
             continue
         gap = statistics.fmean(seeds) - statistics.fmean(start)
-        limit = SEED_GAP if noise is None else 2 * noise * math.sqrt(1 / len(seeds) + 1 / len(start))
+        limit = None if noise is None else 2 * noise * math.sqrt(1 / len(seeds) + 1 / len(start))
         shown = {k: v for k, v in mean_metrics(trial).items() if k in SHOWN}
         rows.append(
             {"candidate": trial.candidate.id, "seeds": len(seeds), **shown, "difference": gap, "noise limit": limit}
         )
     others = [row for row in rows if row["candidate"] != "baseline"]
     if not others:
-        return {"sentence": "only the baseline gave a result", "rows": rows}
+        return {"sentence": "Only the baseline gave a result.", "candidates": rows}
+    if noise is None:
+        widest = max(abs(row["difference"]) for row in others)
+        return {
+            "sentence": f"No difference beyond noise can be shown: the baseline has one seed, so its noise was not "
+            f"measured. The widest gap in {metric} is {widest:.3f}; two seeds of one model differed by {SEED_GAP} nats "
+            f"in the language-model loss when that was measured.",
+            "candidates": rows,
+        }
     beyond = [row["candidate"] for row in others if abs(row["difference"]) > row["noise limit"]]
     within = [row["candidate"] for row in others if row["candidate"] not in beyond]
-    parts = [f"no difference beyond noise: {', '.join(within)}"] if within else []
+    parts = [f"No difference beyond noise: {', '.join(within)}"] if within else []
     if beyond:
-        parts.append(f"differs from the baseline beyond noise: {', '.join(beyond)}")
-    origin = (
-        f"the baseline has one seed: the limit is {SEED_GAP} nats, by which two seeds differed when that was measured"
-        if noise is None
-        else f"one seed of the baseline deviates by {noise:.4f}"
-    )
-    return {"sentence": f"{'; '.join(parts)} ({origin})", "rows": rows}
+        parts.append(f"{'d' if parts else 'D'}ifferent from the baseline beyond noise: {', '.join(beyond)}")
+    return {"sentence": f"{'; '.join(parts)} (one seed of the baseline deviates by {noise:.4f}).", "candidates": rows}
 
 
 SEED_GAP = 0.03
