@@ -62,9 +62,14 @@ def test_tuning_takes_the_best_on_validation_and_says_so() -> None:
         "random": lambda: Random(split.num_items),
     }
     values = {name: task.evaluate(build(), "validation", classics.CPU)[task.primary] for name, build in builds.items()}
-    model = classics.tuned(study, task, builds.items())
+    model = classics.tuned(study, task, "a list", builds.items())
     assert isinstance(model, MostPopular) == (values["popular"] > values["random"])
-    assert any("chosen on validation: popular" in note for note in study.notes)
+    assert any("a list, chosen on validation: popular" in note for note in study.notes)
+
+
+def test_ease_and_the_neighbours_that_it_is_held_against_are_both_tuned() -> None:
+    study, _ = run_smoke("ease")
+    assert [note.split(",")[0] for note in study.notes] == ["item kNN", "EASE"]
 
 
 def test_all_four_share_one_file() -> None:

@@ -33,16 +33,29 @@ def floor(name: str, build: Callable[[], nn.Module], note: str = "") -> Variant:
     return Variant(name, build, kind="floor", note=note)
 
 
-def tuned(study: Study, task: NextItem, builds: Iterable[tuple[str, Callable[[], nn.Module]]]) -> nn.Module:
+def tuned(study: Study, task: NextItem, name: str, builds: Iterable[tuple[str, Callable[[], nn.Module]]]) -> nn.Module:
     """The model that is best on validation; what was chosen goes into the record."""
-    with study.stage("tune", trains=False):
+    with study.stage(f"tune {name}", trains=False):
         tried = []
         for setting, build in builds:
             model = build()
             tried.append((task.evaluate(model, "validation", CPU)[task.primary], setting, model))
         value, setting, model = max(tried, key=lambda t: t[0])
-    study.note(f"chosen on validation: {setting} ({task.primary} {value:.4f})")
+    study.note(f"{name}, chosen on validation: {setting} ({task.primary} {value:.4f})")
     return model
+
+
+def tuned_neighbours(study: Study, split: SequenceSplit, task: NextItem) -> nn.Module:
+    """Item neighbours, their number and shrinkage chosen on validation."""
+    grid = [(k, shrinkage) for k in (50, 200) for shrinkage in (0.0, 10.0, 50.0)]
+    if study.budget == "smoke":
+        grid = grid[:2]
+    return tuned(
+        study,
+        task,
+        "item kNN",
+        ((f"{k} neighbours, shrinkage {s:g}", lambda k=k, s=s: ItemKNN(split, k, s)) for k, s in grid),  # type: ignore[misc]
+    )
 
 
 def run_most_popular(study: Study) -> Comparison:
@@ -61,14 +74,7 @@ def run_most_popular(study: Study) -> Comparison:
 def run_item_knn(study: Study) -> Comparison:
     """Item neighbours, tuned on validation, against popularity."""
     split, task = prepare(study)
-    grid = [(k, shrinkage) for k in (50, 200) for shrinkage in (0.0, 10.0, 50.0)]
-    if study.budget == "smoke":
-        grid = grid[:2]
-    model = tuned(
-        study,
-        task,
-        ((f"{k} neighbours, shrinkage {s:g}", lambda k=k, s=s: ItemKNN(split, k, s)) for k, s in grid),  # type: ignore[misc]
-    )
+    model = tuned_neighbours(study, split, task)
     return study.compare(
         task,
         baseline=floor("most popular", lambda: MostPopular(split)),
@@ -83,13 +89,14 @@ def run_item_knn(study: Study) -> Comparison:
 
 
 def run_ease(study: Study) -> Comparison:
-    """EASE, its ridge chosen on validation, against popularity and item neighbours."""
+    """EASE against popularity and item neighbours; ridge and neighbourhood are chosen on validation."""
     split, task = prepare(study)
+    neighbours = tuned_neighbours(study, split, task)
     grid = (50.0, 500.0) if study.budget == "smoke" else (20.0, 50.0, 100.0, 250.0, 500.0, 1000.0)
-    model = tuned(study, task, ((f"l2 {l2:g}", lambda l2=l2: EASE(split, l2)) for l2 in grid))  # type: ignore[misc]
+    model = tuned(study, task, "EASE", ((f"l2 {l2:g}", lambda l2=l2: EASE(split, l2)) for l2 in grid))  # type: ignore[misc]
     return study.compare(
         task,
-        baseline=floor("item kNN", lambda: ItemKNN(split, 200, 10.0)),
+        baseline=floor("item kNN", lambda: neighbours),
         candidates=[
             floor("EASE", lambda: model),
             floor("most popular", lambda: MostPopular(split)),
@@ -108,6 +115,7 @@ def run_bm25_title(study: Study) -> Comparison:
     model = tuned(
         study,
         task,
+        "BM25",
         ((f"titles of the last {n}", lambda n=n: BM25(titles, n)) for n in recents),  # type: ignore[misc]
     )
     return study.compare(
