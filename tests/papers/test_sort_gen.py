@@ -417,6 +417,16 @@ def test_a_bfloat16_body_keeps_float32_values():
     assert found.chosen.shape == (5, 4)
 
 
+@pytest.mark.parametrize("changes", [*SEARCHES[:5], {"model": m.ContextReranker, "values": "pointwise"}], ids=str)
+def test_lists_at_each_lambda_in_one_call_are_those_of_a_call_each(changes):
+    model, batch = build(**changes, trade_offs=(0.1, 0.5, 1.0)), request()
+    with torch.no_grad():
+        together = model.rerank_at_each(batch)
+        for trade_off, lists in zip(model.trade_offs, together, strict=True):
+            assert torch.equal(lists, model.rerank(batch, trade_off))
+    assert changes.get("search") == "one queue" or not torch.equal(together[0], together[2])
+
+
 # -- Baseline, arms and decision --
 
 

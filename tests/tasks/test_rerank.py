@@ -342,8 +342,7 @@ class Fixed(r.Reranker):
 
     def rerank(self, batch, trade_off):
         self.seen |= set(batch)
-        chosen = torch.arange(4) if trade_off == 1.0 else torch.arange(7, 3, -1)
-        return chosen.expand(len(batch["item"]), -1)
+        return torch.where(trade_off == 1.0, torch.arange(4), torch.arange(7, 3, -1))
 
 
 def test_lambda_is_chosen_on_validation_and_kept_on_test():
@@ -429,3 +428,13 @@ def test_the_formula_with_lambda_one_sorts_by_the_formula():
     found = r.FormulaReranker(WEIGHTS, 4).rerank(batch, 1.0)
     expected = r.formula(batch, WEIGHTS).argsort(dim=1, descending=True, stable=True)[:, :4]
     assert torch.equal(found, expected)
+
+
+def test_lists_at_each_lambda_in_one_call_are_those_of_a_call_each():
+    one = task()
+    batch = one._inputs("test", one.data.test, torch.arange(len(one.data.test)), CPU)
+    model = r.FormulaReranker(WEIGHTS, 4, (0.3, 0.6, 1.0))
+    together = model.rerank_at_each(batch)
+    assert not torch.equal(together[0], together[2]), "lambda must matter here"
+    for trade_off, lists in zip(model.trade_offs, together, strict=True):
+        assert torch.equal(lists, model.rerank(batch, trade_off))

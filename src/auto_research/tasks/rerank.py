@@ -339,16 +339,16 @@ def similarities(batch: Batch) -> Tensor:
     return batch["content"] @ batch["content"].transpose(1, 2)
 
 
-def trade(value: Tensor, nearest: Tensor, trade_off: float) -> Tensor:
-    """lambda * value - (1 - lambda) * similarity to the most similar item chosen so far."""
+def trade(value: Tensor, nearest: Tensor, trade_off: float | Tensor) -> Tensor:
+    """lambda * value - (1 - lambda) * similarity to the most similar item chosen so far; lambda is one or (B, 1)."""
     return trade_off * value - (1.0 - trade_off) * nearest
 
 
-def mmr_select(value: Tensor, similarity: Tensor, trade_off: float, length: int) -> Tensor:
+def mmr_select(value: Tensor, similarity: Tensor, trade_off: float | Tensor, length: int) -> Tensor:
     """Maximal marginal relevance: picks `length` candidates greedily, in order (B, length).
 
-    Shapes: value (B, C) fixed in advance, similarity (B, C, C). Ties go to the earlier candidate; with `trade_off` 1
-    this sorts by value.
+    Shapes: value (B, C) fixed in advance, similarity (B, C, C), trade_off one or (B, 1). Ties go to the earlier
+    candidate; with `trade_off` 1 this sorts by value.
     """
     nearest = torch.zeros_like(value)
     taken = torch.zeros_like(value, dtype=torch.bool)
@@ -448,9 +448,16 @@ class Reranker(nn.Module):
         """The lambda that is served."""
         return self.trade_offs[int(self.choice)]
 
-    def rerank(self, batch: Batch, trade_off: float) -> Tensor:
-        """Chosen candidates in order (B, length), as indices into the candidates."""
+    def rerank(self, batch: Batch, trade_off: float | Tensor) -> Tensor:
+        """Chosen candidates in order (B, length), as indices into the candidates; lambda is one or (B, 1)."""
         raise TypeError(f"{type(self).__name__} does not say how it chooses")
+
+    def rerank_at_each(self, batch: Batch) -> Tensor:
+        """The lists at each of the model's lambdas (lambdas, B, length), in one call."""
+        count, lists = len(self.trade_offs), len(batch["item"])
+        every = torch.tensor(self.trade_offs, device=batch["item"].device).repeat_interleave(lists)[:, None]
+        repeated = {name: value.repeat(count, *[1] * (value.dim() - 1)) for name, value in batch.items()}
+        return self.rerank(repeated, every).unflatten(0, (count, lists))
 
     def token_evaluations(self, candidates: int) -> int:
         """How many item tokens the model reads to build one list."""
@@ -468,7 +475,7 @@ class FormulaReranker(Reranker):
         super().__init__(trade_offs)
         self.weights, self.length = weights, length
 
-    def rerank(self, batch: Batch, trade_off: float) -> Tensor:
+    def rerank(self, batch: Batch, trade_off: float | Tensor) -> Tensor:
         value = formula(batch, self.weights)
         return mmr_select(value / request_scale(batch, self.weights), similarities(batch), trade_off, self.length)
 
@@ -529,14 +536,11 @@ class RerankTask:
         slates = self.data.validation if split == "validation" else self.data.test
         index = torch.arange(len(slates))
         started = time.perf_counter()
-        lists = {
-            trade_off: torch.cat(
-                [model.rerank(self._inputs(split, slates, part, device), trade_off).cpu() for part in index.split(256)]
-            )
-            for trade_off in model.trade_offs
-        }
+        lists = torch.cat(
+            [model.rerank_at_each(self._inputs(split, slates, part, device)).cpu() for part in index.split(256)], dim=1
+        )
         milliseconds = 1000 * (time.perf_counter() - started) / (len(lists) * len(slates))
-        views = {trade_off: self.views(slates, chosen) for trade_off, chosen in lists.items()}
+        views = {t: self.views(slates, chosen) for t, chosen in zip(model.trade_offs, lists, strict=True)}
         if split == "validation":
             # the first of equals is the most diverse one
             best = max(sorted(views), key=lambda t: float(views[t][self.primary].mean()))

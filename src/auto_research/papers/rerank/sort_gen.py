@@ -293,8 +293,11 @@ class SortGen(Reranker):
             priors = priors[:, :1]
         return priors.argsort(dim=2, descending=True, stable=True)
 
-    def generate(self, batch: Batch, trade_off: float) -> Generated:
-        """Builds lists in one call: l rounds over q heads each, all as tensor operations without a host round trip."""
+    def generate(self, batch: Batch, trade_off: float | Tensor) -> Generated:
+        """Builds lists in one call: l rounds over q heads each, all as tensor operations without a host round trip.
+
+        `trade_off` is lambda, one for all lists or (B, 1).
+        """
         config = self.config
         blocks, queues, price = self.blocks(batch), self.queues(batch), batch["price"].float()
         scale, similarity = request_scale(batch, config.weights), similarities(batch).float()
@@ -350,7 +353,7 @@ class SortGen(Reranker):
         clicks, pays = (F.pad(counts, (1, 0)).diff(dim=2) for counts in (clicks, pays))
         return self.worth(clicks, pays, price.gather(1, front).unflatten(1, (heads, -1))).cumsum(2)
 
-    def rerank(self, batch: Batch, trade_off: float) -> Tensor:
+    def rerank(self, batch: Batch, trade_off: float | Tensor) -> Tensor:
         return self.generate(batch, trade_off).chosen
 
     def token_evaluations(self, candidates: int) -> int:
@@ -367,7 +370,7 @@ class ContextReranker(SortGen):
     is what this arm lacks.
     """
 
-    def rerank(self, batch: Batch, trade_off: float) -> Tensor:
+    def rerank(self, batch: Batch, trade_off: float | Tensor) -> Tensor:
         config = self.config
         pages = batch["item"].shape[1] // config.length
         ranked = formula(batch, config.weights).argsort(dim=1, descending=True, stable=True)
@@ -509,6 +512,7 @@ class Trainer:
 def run(study: Study) -> Comparison:
     """Trains the prior scorer on earlier events, then every arm on the same pages; compares the lists they build."""
     device = device_for(study.device)
+    smoke = study.budget == "smoke"
     width = study.size("width", smoke=32, standard=64)
     if width % SortConfig.heads:
         raise UserError(f"WIDTH {width} is no multiple of the {SortConfig.heads} attention heads; choose one that is")
@@ -524,7 +528,7 @@ def run(study: Study) -> Comparison:
         train_steps(
             scorer,
             prior_batches(data, study.seeds[0], 64, device),
-            steps=study.steps("prior", smoke=100, standard=300),
+            steps=study.steps("prior", smoke=60, standard=300),
             recipe=Recipe(learning_rate=3e-3, weight_decay=0.05, schedule="cosine"),
         )
     task = make_task(data, scorer, WEIGHTS, device)
@@ -540,9 +544,9 @@ def run(study: Study) -> Comparison:
     trainer = Trainer(
         task,
         arms,
-        steps=study.steps("train", smoke=60, standard=240, full=8000),
+        steps=study.steps("train", smoke=40, standard=240, full=8000),
         recipe=Recipe(
-            batch_size=64 if study.budget == "smoke" else 128, weight_decay=0.05, schedule="cosine", validations=4
+            batch_size=64 if smoke else 128, weight_decay=0.05, schedule="cosine", validations=1 if smoke else 4
         ),
         device=device,
     )
@@ -561,7 +565,7 @@ def run(study: Study) -> Comparison:
         steps=trainer.steps,
         device=device,
         recipe=trainer.recipe,
-        learning_rates=(1e-3,) if study.budget == "smoke" else (1e-3, 3e-3),
+        learning_rates=(1e-3,) if smoke else (1e-3, 3e-3),
         clauses=decision_rule(),
     )
 
