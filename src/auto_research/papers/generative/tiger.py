@@ -304,6 +304,7 @@ def run(study: Study, config: TigerConfig | None = None) -> Comparison:
     """Tokenizer, then the generator on RQ-VAE ids against random, LSH and unnumbered ids, SASRec and two floors."""
     device = device_for(study.device)
     config = config or configured(study)
+    smoke = study.budget == "smoke"
     split = prepare(study)
     with study.stage("content", trains=False):
         content = content_of(study, split, config, device)
@@ -319,7 +320,7 @@ def run(study: Study, config: TigerConfig | None = None) -> Comparison:
         f"RQ-VAE ids of {len(semantic)} items: {report['prefix_uniqueness']:.1%} distinct prefixes, "
         f"codes used per level {', '.join(f'{share:.0%}' for share in used)}"
     )
-    if study.budget != "smoke" and min(used) < 0.8:
+    if not smoke and min(used) < 0.8:
         study.note("less than 80 % of a level's codes are in use, the paper's condition for a trained tokenizer")
 
     def generator(table: SemanticIds, priority: Tensor | None = None) -> Tiger:
@@ -354,8 +355,8 @@ def run(study: Study, config: TigerConfig | None = None) -> Comparison:
             Variant(MARKOV, lambda: MarkovOfFive(split), kind="floor"),
         ],
         steps=study.steps("generator", smoke=20, standard=600, full=200_000),
-        recipe=Recipe(batch_size=64, warmup=0.1, validations=1 if study.budget == "smoke" else 3),
-        learning_rates=(3e-3,) if study.budget == "smoke" else (1e-3, 3e-3),
+        recipe=Recipe(batch_size=16 if smoke else 64, warmup=0.1, validations=1 if smoke else 3),
+        learning_rates=(3e-3,) if smoke else (1e-3, 3e-3),
         device=device,
     )
     return replace(comparison, clauses=decision(comparison))
