@@ -402,19 +402,22 @@ def run(study: Study) -> Comparison:
     parts = study.dataset("wikitext-2")
     if "train" not in parts:
         study.note("WikiText-2's training text is absent: nine tenths of its validation text are trained on instead")
+    if study.budget == "smoke":
+        most = study.size("characters", smoke=150_000, standard=150_000)
+        parts = {name: part[:most] for name, part in parts.items()}
     text = tokenise(parts, study.size("vocabulary", smoke=512, standard=512, full=2048))
     length = study.size("length", smoke=64, standard=64, full=128)
     task = TextWithRecall(
         text,
         symbols=32,
         length=length,
-        examples=study.size("examples", smoke=300, standard=1800, full=6000),
-        windows=study.size("windows", smoke=100, standard=1000, full=8000),
+        examples=study.size("examples", smoke=90, standard=1800, full=6000),
+        windows=study.size("windows", smoke=50, standard=1000, full=8000),
     )
     hybrid = MobiusConfig(
         vocabulary=task.vocabulary.size,
         length=length,
-        dim=study.size("width", smoke=48, standard=64, full=256),
+        dim=study.size("width", smoke=32, standard=64, full=256),
         layers=study.size("layers", smoke=2, standard=2, full=4),
     )
     arms = {
@@ -436,7 +439,7 @@ def run(study: Study) -> Comparison:
         task,
         baseline=variants[0],
         candidates=variants[1:],
-        steps=study.steps("train", smoke=40, standard=350, full=4000),
+        steps=study.steps("train", smoke=20, standard=350, full=4000),
         device=device,
         # One look, at the end: a variance over seeds must not be shaped by early stopping.
         # All of it was chosen on the standard arm's validation recall, which must neither saturate nor fail.

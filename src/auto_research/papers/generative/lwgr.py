@@ -470,13 +470,15 @@ def prepare(study: Study) -> SequenceSplit:
     return replace(data, valid=one_case_a_user(data.valid), test=one_case_a_user(data.test))
 
 
-def ids_of(split: SequenceSplit, codes: int, levels: int = 3) -> SemanticIds:
+def ids_of(study: Study, split: SequenceSplit, levels: int = 3) -> SemanticIds:
     """The published semantic ids where there are any, otherwise residual k-means of the titles' word statistics."""
+    codes = study.size("codes", smoke=32, standard=64, full=256)
     table = split.items_table
     if table.semantic_ids is not None:
         published = torch.from_numpy(table.semantic_ids)
         return SemanticIds.number(published, int(published.max()) + 1)
-    words = tfidf_vectors(table.text("title", *(["genres"] if table.genre_names else [])))
+    dim = study.size("word statistics", smoke=32, standard=256)
+    words = tfidf_vectors(table.text("title", *(["genres"] if table.genre_names else [])), dim)
     _, found = residual_kmeans(words, levels, codes, generator=torch.Generator().manual_seed(0))
     return SemanticIds.number(found, codes)
 
@@ -596,7 +598,7 @@ def run(study: Study) -> Comparison:
     split = prepare(study)
     with study.stage("language model", trains=False):
         body, text, stand_in = language_model(study, device, split.items_table.text("title"))
-        ids = ids_of(split, study.size("codes", smoke=32, standard=64, full=256))
+        ids = ids_of(study, split)
     beams = study.size("beams", smoke=20, standard=20, full=50)
     generator = GeneratorConfig(
         dim=study.size("width", smoke=32, standard=64, full=128),

@@ -382,8 +382,8 @@ def run(study: Study) -> Comparison:
     data = IntentData.of_split(
         split,
         catalogue,
-        test_users=study.size("test users", smoke=small(4, 60), standard=660 if shopping else 300, full=1000),
-        validation_users=study.size("validation users", smoke=small(2, 10), standard=120, full=400),
+        test_users=study.size("test users", smoke=small(2, 60), standard=660 if shopping else 300, full=1000),
+        validation_users=study.size("validation users", smoke=small(1, 10), standard=120, full=400),
         events=60,
         start=FRESH,
     )
