@@ -23,6 +23,7 @@ from auto_research.evolve.events import rebuild
 from auto_research.evolve.plan import runs
 from auto_research.evolve.quarantine import stage
 from auto_research.evolve.records import RunConfig, RunRecord
+from auto_research.evolve.storage import open_storage, open_study
 from auto_research.evolve.workflow import SealedTest, become_finaliser
 from auto_research.runtime.errors import UserError
 from auto_research.runtime.records import OutputLock, read_jsonl
@@ -543,6 +544,18 @@ def test_cells_wait_while_others_hold_the_memory(tmp_path: Path, monkeypatch: py
     cell = huge.trials[0].cells[0]
     assert (cell.state, len(cell.attempts)) == ("out_of_memory", 1)
     assert "largest device has" in cell.attempts[0].reason
+
+
+def test_resume_makes_a_lost_trial_database_again(tmp_path: Path) -> None:
+    config = small(generations=0, seeds=[0], where={"storage": None})
+    run(config, tmp_path)
+    database = tmp_path / "r/optuna.db"
+    database.unlink()
+    events = (tmp_path / "r/events.jsonl").read_bytes()
+    resume(tmp_path / "r")
+    trials = open_study(config, ToyWorkflow(), open_storage(None, tmp_path / "r")).trials
+    assert [trial.user_attrs["candidate"] for trial in trials] == ["baseline"]
+    assert (tmp_path / "r/events.jsonl").read_bytes() == events
 
 
 def test_the_controller_works_outside_the_main_thread(tmp_path: Path) -> None:

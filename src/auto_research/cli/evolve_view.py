@@ -87,6 +87,8 @@ class LiveView:
             case "test_opened":
                 self.stage = "sealed test"
                 line = Text("the sealed test is opened, for the stored weights of baseline and champion")
+            case "storage_failed":
+                line = Text(f"the trial database was not brought up to date: {event['reason']}", style="yellow")
             case "waiting":
                 line = Text(f"waiting: {event['reason']}", style="yellow")
         if line is not None and self._live is None:

@@ -411,7 +411,8 @@ class _Controller:
                 self._random_search(list(trials.values()))
         if completed and self.config.where.get("test", "auto") != "manual":
             self._test(trials, champion)
-        if self._state.last("finished") is not None:  # only the test had been left
+        if self._state.last("finished") is not None:  # only the test had been left, or the database was lost
+            self._mirror()
             return
         if self._state.summary is None and type(self.workflow).summarise is not Workflow.summarise:
             payload = {"trials": [trial.model_dump(mode="json") for trial in trials.values()]}
