@@ -33,7 +33,7 @@ def verdict_sentence(record: StudyRecord) -> str:
     """The first line of every page."""
     verdict = record.comparison.verdict
     if verdict == "smoke: no conclusion":
-        return "Smoke run: every stage works; the numbers below conclude nothing."
+        return "Smoke run: every stage works; its numbers conclude nothing."
     data = ", ".join(record.data) or "its data"
     return f"{verdict.capitalize()} on {data} at {record.budget} budget with {len(record.seeds)} seeds."
 
