@@ -387,6 +387,7 @@ def test_parts_that_share_an_example_stop_the_run_before_any_cell(tmp_path: Path
     record = read_run(tmp_path / "r")
     assert record.prepared is not None
     assert record.prepared.hygiene["train and validation share"] == 1
+    assert record.status == "nothing completed"
 
 
 def test_when_nothing_completes_the_run_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

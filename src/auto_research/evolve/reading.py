@@ -173,6 +173,8 @@ def _status(state: State) -> Any:
         return finished["status"]
     if not state.events:
         return "planned"
+    if state.last("leak"):  # resuming it cannot help
+        return "nothing completed"
     last = state.last("created", "resumed", "stopped", "interrupted")
     if last is not None and last["event"] in ("stopped", "interrupted"):
         return last["event"]
