@@ -57,9 +57,24 @@ def test_list_filters_and_json():
 
 
 @pytest.mark.parametrize(
+    "filters",
+    [
+        ("--fidelity", "concept_demo", "--family", "ranking"),
+        ("--dataset", "tiny-shakespeare"),  # of the catalogue, and of no card
+        ("--checkpoint", "micro-vlm", "--family", "baselines"),
+    ],
+)
+def test_filters_that_nothing_fits_list_nothing(filters):
+    done = run("list", "--json", *filters)
+    assert (done.returncode, json.loads(done.stdout)) == (0, [])
+
+
+@pytest.mark.parametrize(
     "arguments, sentence",
     [
         (("list", "--family", "rankng"), "Did you mean 'ranking'?"),
+        (("list", "--fidelity", "concept-demo"), "Did you mean 'concept_demo'?"),
+        (("list", "--dataset", "tiny-shakespear"), "Did you mean 'tiny-shakespeare'?"),
         (("show", "rankmixr"), "Did you mean 'rankmixer'?"),
         (("reproduce", "rankmixr"), "Did you mean 'rankmixer'?"),
         (("reproduce", "rankmixer", "--seeds", "1,x"), "not a list of whole numbers"),

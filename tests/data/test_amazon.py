@@ -147,6 +147,15 @@ def test_5core_refuses_a_malformed_line(write, row, why):
     assert why in str(caught.value)
 
 
+def test_5core_takes_empty_lines_at_its_end_only(write):
+    row = json.dumps(REVIEWS[0])
+    assert len(read_5core_json(write("end.json", f"{row}\r\n{row}\n\n\r\n"))) == 2
+    with pytest.raises(MalformedRow, match="line 2: ''"):
+        read_5core_json(write("middle.json", f"{row}\n\n\n{row}\n"))
+    with pytest.raises(UserError, match="is empty"):
+        read_5core_json(write("none.json", "\n\n"))
+
+
 def test_5core_refuses_bad_files(write, tmp_path):
     path = write("reviews_Beauty_5.json.gz", gzip.compress(json.dumps(REVIEWS[0]).encode())[:40])
     with pytest.raises(UserError, match="cut off or damaged"):

@@ -73,6 +73,11 @@ def test_a_word_that_is_no_device(requested: str) -> None:
     assert not isinstance(error.value, DeviceAbsent)
 
 
+def test_somebody_who_asks_for_a_gpu_is_not_sent_to_the_cpu() -> None:
+    with pytest.raises(UserError, match="Did you mean 'cuda'"):
+        resolve_device("gpu")
+
+
 def test_who_asked_is_recorded(tmp_path: Path) -> None:
     path = tmp_path / "evidence.jsonl"
     before = time.time()

@@ -44,10 +44,27 @@ def _filtered(option: str, wanted: str | None, values: dict[str, set[str]]) -> s
     """Keys whose values contain `wanted`; an unknown value is an error naming the nearest known one."""
     if wanted is None:
         return set(values)
-    known = set().union(*values.values())
+    used = set().union(*values.values())
+    known = used if wanted in used else used | _possible(option)
     if wanted not in known:
         raise UserError(f"no paper has {option} '{wanted}'.{nearest(wanted, known)} Known: {', '.join(sorted(known))}.")
     return {key for key, found in values.items() if wanted in found}
+
+
+def _possible(option: str) -> set[str]:
+    """Values that a card may have, whether or not one has it; imported only when no card has the one asked for."""
+    from typing import get_args
+
+    from auto_research.checkpoints import resolve
+    from auto_research.data import catalogue
+    from auto_research.study.card import Fidelity
+
+    possible = {
+        "fidelity": get_args(Fidelity),
+        "data set": tuple(catalogue.CATALOGUE),
+        "checkpoint": tuple(resolve.CATALOGUE),
+    }
+    return set(possible.get(option, ()))
 
 
 def list_papers(

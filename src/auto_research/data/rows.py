@@ -159,19 +159,25 @@ def read_lines(path: Path, encoding: str = "utf-8") -> list[str]:
 
 
 def iter_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Number and text of each line of a large UTF-8 file, plain or gzip, as it is read; errors as `read_lines`."""
-    line, raw = 0, b""
+    """Number and text of each line of a large UTF-8 file, plain or gzip, as it is read; otherwise as `read_lines`."""
+    line, raw, empty = 0, b"", 0
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
             for line, raw in enumerate(stream, start=1):
-                yield line, raw.decode().rstrip("\r\n")
+                text = raw.decode().rstrip("\r\n")
+                if not text:
+                    empty += 1  # perhaps the end of the file, which is known only later
+                    continue
+                yield from ((number, "") for number in range(line - empty, line))
+                empty = 0
+                yield line, text
     except UnicodeDecodeError as error:
         raise MalformedRow(path, line, f"byte 0x{raw[error.start]:02x} is not UTF-8 text") from error
     except DAMAGED as error:
         raise UserError(f"{path} is cut off or damaged after line {line} ({error}): fetch it again.") from error
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from error
-    if line == 0:
+    if line == empty:
         raise UserError(f"{path} is empty: fetch it again.")
 
 

@@ -46,7 +46,7 @@ def resolve_device(requested: str = "auto") -> torch.device:
         return torch.device("mps")
     match = re.fullmatch(r"cuda(?::([0-9]+))?", name)
     if not match:
-        hint = nearest(name, ("auto", "cpu", "mps", "cuda"))
+        hint = " Did you mean 'cuda'?" if name.startswith("gpu") else nearest(name, ("auto", "cpu", "mps", "cuda"))
         raise UserError(f"{requested!r} is not a device.{hint} Use auto, cpu, mps, cuda or cuda:<index>.")
     if not torch.cuda.is_available():
         raise DeviceAbsent(f"Device {name} is absent: {_why_no_cuda()}; choose another --device or auto.")
