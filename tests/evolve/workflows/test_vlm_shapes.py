@@ -15,7 +15,7 @@ from auto_research.evolve.workflows import vlm_shapes as v
 from auto_research.evolve.workflows import workflow
 from auto_research.layers import vision_language as vl
 
-SIZES = Sizes("smoke", {"steps": 4, "train": 480, "validation": 48, "test": 48})
+SIZES = Sizes("smoke", {"steps": 4, "train": 480, "validation": 48, "test": 48, "pictures": 0})
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_words_are_tokens_of_one_small_vocabulary():
 
 def test_floors_and_anchor(shapes_workflow, data):
     floors = shapes_workflow.floors(data, SIZES)
-    validation, train = data.parts.validation, data.parts.train
+    validation, train = data.parts.validation.scenes, data.parts.train.scenes
     right = 0
     for row in validation.attributes:
         for question in range(3):
@@ -68,9 +68,9 @@ def test_floors_and_anchor(shapes_workflow, data):
 
 
 def test_the_anchor_follows_the_data(shapes_workflow, data):
-    few = replace(data.parts, validation=v._first(data.parts.validation, 4))  # one colour and shape, four places
+    few = replace(data.parts, validation=data.parts.validation.first(4))  # one colour and shape, four places
     assert list(shapes_workflow.anchors(Data(few, {}, {}, 4), SIZES).values()) == [pytest.approx(0.75)]
-    few = replace(data.parts, validation=v._first(data.parts.validation, 1))
+    few = replace(data.parts, validation=data.parts.validation.first(1))
     assert list(shapes_workflow.anchors(Data(few, {}, {}, 1), SIZES).values()) == [pytest.approx(1.0)]
 
 
@@ -97,8 +97,9 @@ def test_pixels_are_standardised_by_the_training_part(data):
 
 def test_labels_reach_targets_and_no_input(shapes_workflow, data):
     train = data.parts.train
-    wrong = replace(train, attributes=(train.attributes + 1) % np.array([3, 2, 4]))
-    true, false = (next(shapes_workflow.batches(scenes, 48, 0, "cpu")) for scenes in (train, wrong))
+    scenes = train.scenes
+    wrong = replace(train, scenes=replace(scenes, attributes=(scenes.attributes + 1) % np.array([3, 2, 4])))
+    true, false = (next(shapes_workflow.batches(shown, 48, 0, "cpu")) for shown in (train, wrong))
     for name in ("picture", "images", "question", "hidden"):
         assert torch.equal(true[name], false[name])
     assert not torch.equal(true["answer"], false["answer"])
@@ -112,15 +113,16 @@ def test_labels_reach_targets_and_no_input(shapes_workflow, data):
 
 def test_evaluation_gives_the_model_no_label(shapes_workflow, data):
     model, _ = shapes_workflow._fit(genome(), data, 0, 15, "cpu", None)
-    validation = data.parts.validation
-    given = v.answer(model, v.see(model, validation.images, "cpu"))
+    validation = data.parts.validation.scenes
+    questions = data.parts.validation.exercises()[0]
+    given = v.answer(model, v.see(model, validation.images, "cpu"), questions)
     for attributes in (validation.attributes, (validation.attributes + 1) % np.array([3, 2, 4])):
         scenes = replace(validation, attributes=attributes)
         right = [
             [" ".join(v.VOCABULARY[t] for t in row if t > 1) == shapes.ANSWERS[a] for row, a in zip(rows, answers)]
             for rows, answers in zip(given.tolist(), scenes.answers.tolist())
         ]
-        scores = v.evaluate(model, scenes, "cpu")
+        scores = v.evaluate(model, v.Shown(scenes), "cpu")
         assert scores.metrics["accuracy"] == pytest.approx(np.mean(right))
         assert scores.units == pytest.approx(np.mean(right, axis=1).tolist())
 
@@ -156,7 +158,7 @@ class Reader:
 
 
 def test_scores_of_a_perfect_and_of_a_position_blind_reader(shapes_workflow):
-    validation = shapes.scenes("validation", 600)
+    validation = v.Shown(shapes.scenes("validation", 600))
     scores = v.evaluate(Reader(), validation, "cpu")
     assert scores.metrics["accuracy"] == scores.metrics["accuracy_untrained_combinations"] == 1
     assert scores.metrics["known_answers"] == 1
@@ -173,12 +175,12 @@ def test_scores_of_a_perfect_and_of_a_position_blind_reader(shapes_workflow):
 
 
 def test_half_an_answer_is_no_answer():
-    scores = v.evaluate(Reader(stammer=True), shapes.scenes("validation", 48), "cpu")
+    scores = v.evaluate(Reader(stammer=True), v.Shown(shapes.scenes("validation", 48)), "cpu")
     assert scores.metrics["accuracy"] == scores.metrics["known_answers"] == 0
 
 
 def test_every_picture_is_asked_everything_once_an_epoch_in_an_order_of_the_seed(shapes_workflow, data):
-    train = v._first(data.parts.train, 16)
+    train = data.parts.train.first(16)
 
     def epoch(seed):
         stream = shapes_workflow.batches(train, 12, seed, "cpu")
@@ -192,7 +194,7 @@ def test_every_picture_is_asked_everything_once_an_epoch_in_an_order_of_the_seed
     for picture, image, question, answer in zip(batch["picture"], batch["images"], batch["question"], batch["answer"]):
         assert torch.equal(image, torch.from_numpy(train.images[picture]).float() / 255)
         assert torch.equal(question, v.question_tokens())
-        assert torch.equal(answer, v.answer_tokens()[train.answers[picture]])
+        assert torch.equal(answer, v.answer_tokens()[train.scenes.answers[picture]])
 
 
 def test_a_seed_repeats_itself_and_another_does_not(shapes_workflow, data):
@@ -260,6 +262,119 @@ def test_every_axis_value_has_an_effect(shapes_workflow, data):
     assert "data_order" in moved["train.batch", 24]
     assert moved["train.objective", "masked-view"] == {"loss", "cost"}
     assert moved["train.lr", 3e-4] == {"loss"}
+
+
+# ------------------------------------------------------------------------------------------------ labelled pictures
+
+
+@pytest.fixture(scope="module")
+def drawn(shapes_workflow, tmp_path_factory):
+    """Data with sixty labelled pictures in Fashion-MNIST's format: class c is a bright bar in rows 2c to 2c + 5."""
+    import struct
+
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "fashion-mnist").mkdir()
+    labels = np.arange(60, dtype=np.uint8) % 10
+    images = np.random.default_rng(0).integers(0, 30, (60, 28, 28), dtype=np.uint8)
+    for image, label in zip(images, labels):
+        image[2 * label : 2 * label + 6] = 230
+    for part, chosen in (("train", slice(0, 40)), ("t10k", slice(40, 60))):
+        for name, values in (
+            (f"{part}-images-idx3-ubyte", images[chosen]),
+            (f"{part}-labels-idx1-ubyte", labels[chosen]),
+        ):
+            head = struct.pack(f">{1 + values.ndim}I", 0x800 + values.ndim, *values.shape)
+            (folder / "fashion-mnist" / name).write_bytes(head + values.tobytes())
+    sizes = Sizes("standard", SIZES.values | {"pictures": 20})
+    return sizes, folder, shapes_workflow.load(sizes, folder)
+
+
+def test_labelled_pictures_join_beyond_the_smoke_run(shapes_workflow, drawn):
+    sizes, folder, data = drawn
+    assert shapes_workflow.sizes("smoke")["pictures"] == 0
+    assert min(shapes_workflow.sizes(budget)["pictures"] for budget in ("standard", "full")) > 1000
+    train, held = data.parts.train, data.parts.validation
+    assert (len(train.labelled), len(held.labelled)) == (20, 4)
+    assert data.examples == len(held) == 52
+    assert data.hygiene["fashion-mnist train and fashion-mnist test share"] == 0
+    assert data.hygiene["distinct fashion-mnist test"] == 20
+    assert "fashion-mnist" in data.digests
+    with pytest.raises(SealedTest):
+        shapes_workflow.load_test(sizes, folder)
+
+
+def test_a_labelled_picture_is_asked_one_question(shapes_workflow, drawn):
+    _, _, data = drawn
+    held = data.parts.validation
+    questions, answers, words = held.exercises()
+    assert questions.shape == (52, 3, v.QUESTION_TOKENS)
+    assert (answers[:48, :, 0] > 0).all()
+    assert (answers[48:, 1:] == 0).all(), "what is not asked is padding"
+    assert answers[48:, 0, 0].tolist() == (len(v.VOCABULARY) + held.labelled.labels).tolist()
+    assert (answers[48:, 0] == vl.END).sum(1).tolist() == [1] * 4
+    assert words[48:, -1].tolist() == answers[48:, 0, 0].tolist()
+    said = [" ".join(v.VOCABULARY[t] for t in row if t > 0) for row in questions[48].tolist()]
+    assert said == [v.WHAT] * 3
+    model, _ = shapes_workflow._fit(genome(), data, 0, 2, "cpu", None)
+    assert model.tokens.num_embeddings == len(v.VOCABULARY) + 10
+
+
+def test_scores_of_labelled_pictures(shapes_workflow, drawn):
+    sizes, _, data = drawn
+    held = data.parts.validation
+
+    class Knowing(Reader):
+        """Reads shapes exactly and takes every labelled picture for class 3."""
+
+        def generate(self, visual, question, length):
+            shape = (question.view(-1, 3, v.QUESTION_TOKENS) == v.question_tokens()).all(-1).all(-1)
+            answer = v.answer_tokens()[visual[:, 0].long() + torch.tensor(shapes.FIRST_ANSWER)]
+            answer[~shape] = held.names()[3]
+            return answer.flatten(0, 1)
+
+    scores = v.evaluate(Knowing(), held, "cpu")
+    right = (held.labelled.labels == 3).astype(float)
+    assert scores.metrics["accuracy_labelled_pictures"] == pytest.approx(right.mean())
+    assert scores.metrics["accuracy_place"] == scores.metrics["known_answers"] == 1
+    assert scores.units == [1.0] * 48 + right.tolist()
+    assert scores.metrics["accuracy"] == pytest.approx((48 + right.sum()) / 52)
+    usual = np.bincount(data.parts.train.labelled.labels).argmax()
+    floor = shapes_workflow.floors(data, sizes)
+    chance = (1 / 3 + 1 / 2 + 1 / 4) / 3
+    assert floor["most frequent training answer"] == pytest.approx(
+        (48 * chance + (held.labelled.labels == usual).sum()) / 52
+    )
+    assert floor["uniform guess"] == pytest.approx((48 * chance + 4 / 10) / 52)
+    assert list(shapes_workflow.anchors(data, sizes).values()) == [pytest.approx((48 * 0.75 + 4) / 52)]
+
+
+def test_a_connector_learns_labelled_pictures(shapes_workflow, drawn):
+    sizes, _, data = drawn
+    few = replace(data.parts, train=replace(data.parts.train, scenes=v._first(data.parts.train.scenes, 10)))
+    known = replace(few, validation=few.train)
+    learned = Data(known, {}, {}, len(known.train))
+    model, _ = shapes_workflow._fit(genome(), learned, 0, 150, "cpu", None)
+    metrics = v.evaluate(model, known.validation, "cpu").metrics
+    assert metrics["accuracy_labelled_pictures"] > 0.5, "bars at ten heights, seen in training"
+    probe = shapes_workflow.effect_probe(genome(), sizes, data)
+    assert probe["loss"] != shapes_workflow.effect_probe(genome(train_lr=1e-3), sizes, data)["loss"]
+
+
+def test_the_summary_says_what_the_control_shows(shapes_workflow):
+    from auto_research.evolve.records import Candidate, CellResult, Trial
+
+    def a_trial(name, positions, accuracy, place):
+        metrics = {"accuracy": accuracy, "accuracy_place": place, "blank_accuracy": 0.36}
+        cell = CellResult(cell=name, candidate=name, seed=0, role="search", state="completed", metrics=metrics)
+        candidate = Candidate(id=name, generation=0, origin="baseline", genome={"model.positions": positions})
+        return Trial(candidate=candidate, state="completed", mean=accuracy, cells=[cell])
+
+    seeing, blind = a_trial("baseline", "on", 0.99, 0.98), a_trial("g1-1", "off", 0.74, 0.23)
+    found = shapes_workflow.summarise([seeing, blind])
+    assert found["sentence"].startswith("Negative control: without positions accuracy 0.740, places 0.230")
+    assert found["sentence"].endswith("up to 0.990.")
+    assert found["candidates"][1] == {"candidate": "g1-1", "accuracy": 0.74, "place": 0.23, "blank_accuracy": 0.36}
+    assert "sentence" not in shapes_workflow.summarise([seeing])
 
 
 def config(**changes):

@@ -3,11 +3,14 @@
 Patches pass an encoder and a connector, and a causal decoder reads [visual tokens; question] and generates the answer
 word by word; an answer counts when all its words and its end agree. Colour and shape can be told from a bag of patches,
 a place cannot: the model without positions is the built-in negative control, and its ceiling is an anchor.
+
+Beyond the smoke run, labelled pictures join the shapes: Fashion-MNIST or CIFAR-10 from their official files where they
+lie on this machine, otherwise scikit-learn's digits. They are asked one question, what they show.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -15,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import numpy as np
 
 from auto_research.data import shapes
+from auto_research.data.pictures import Labelled, read_pictures
 from auto_research.evolve.space import Axis, Genome, Space
 from auto_research.evolve.workflow import (
     Cost,
@@ -36,12 +40,15 @@ from auto_research.runtime.budget import Budget
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from auto_research.evolve.records import Trial
     from auto_research.layers.vision_language import Objective, VisionLanguageConfig, VisionLanguageModel
     from auto_research.tasks.base import Batch, Recipe
 
 PAD, END = "<pad>", "<end>"
 VOCABULARY = tuple(dict.fromkeys([PAD, END, *" ".join(shapes.QUESTIONS + shapes.ANSWERS).split()]))
-"""Words of questions and answers; padding is token 0 and the end of an answer token 1."""
+"""Words of questions and answers; padding is token 0 and the end of an answer token 1. Class names come after them."""
+WHAT = "what is it ?"
+"""The question about a labelled picture, in words that the others use too."""
 QUESTION_TOKENS = max(len(text.split()) for text in shapes.QUESTIONS)
 ANSWER_TOKENS = max(len(text.split()) for text in shapes.ANSWERS) + 1
 HIDDEN_SHARE = 0.25
@@ -51,6 +58,15 @@ HEARTBEAT_STEPS = 10
 PROBE_STEPS = 2
 """Enough for the learning rate to show: it moves the second loss."""
 EVALUATION_BATCH = 300
+SHOWN = (
+    "accuracy",
+    *(f"accuracy_{topic}" for topic in shapes.TOPICS),
+    "accuracy_labelled_pictures",
+    "accuracy_untrained_combinations",
+    "shuffled_accuracy",
+    "blank_accuracy",
+)
+"""Metrics of the summary."""
 PROCESS_BYTES = 380 * 2**20
 """Of a process that has imported torch; a smoke cell peaks at about 410 MB in all."""
 
@@ -60,11 +76,11 @@ def encode(text: str) -> list[int]:
     return [VOCABULARY.index(word) for word in text.split()]
 
 
-def question_tokens() -> Tensor:
-    """Tokens of each question (3, Q), padded on the left, so that every answer begins at the same place."""
+def question_tokens(questions: Sequence[str] = shapes.QUESTIONS) -> Tensor:
+    """Tokens of each question (K, Q), padded on the left, so that every answer begins at the same place."""
     import torch
 
-    rows = [encode(text) for text in shapes.QUESTIONS]
+    rows = [encode(text) for text in questions]
     return torch.tensor([[0] * (QUESTION_TOKENS - len(row)) + row for row in rows])
 
 
@@ -85,11 +101,61 @@ def captions(scenes: shapes.Scenes) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Parts:
-    """Training and validation pictures, and mean and standard deviation of the training pixels in [0, 1]."""
+class Shown:
+    """Shapes and, beyond the smoke run, labelled pictures with the names of their classes, as one row of exercises."""
 
-    train: shapes.Scenes
-    validation: shapes.Scenes
+    scenes: shapes.Scenes
+    labelled: Labelled | None = None
+    classes: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.scenes) + len(self.labelled or ())
+
+    @property
+    def images(self) -> np.ndarray:
+        """(N, 3, 32, 32) uint8, shapes first."""
+        if self.labelled is None:
+            return self.scenes.images
+        return np.concatenate([self.scenes.images, self.labelled.images])
+
+    def names(self) -> Tensor:
+        """Tokens of each class as an answer (C, A)."""
+        import torch
+
+        rows = [[len(VOCABULARY) + label, VOCABULARY.index(END)] for label in range(len(self.classes))]
+        return torch.tensor([row + [0] * (ANSWER_TOKENS - len(row)) for row in rows]).long().view(-1, ANSWER_TOKENS)
+
+    def exercises(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Questions (N, 3, Q), answers (N, 3, A) and captions (N, 4).
+
+        A labelled picture is asked one question: its other two answers are padding, which no loss and no score counts.
+        """
+        import torch
+
+        count = len(self.scenes)
+        questions = question_tokens().expand(count, -1, -1)
+        answers = answer_tokens()[torch.from_numpy(self.scenes.answers)]
+        words = captions(self.scenes)
+        if self.labelled is None:
+            return questions, answers, words
+        named = self.names()[torch.from_numpy(self.labelled.labels)]
+        said = torch.nn.functional.pad(named[:, None], (0, 0, 0, questions.shape[1] - 1))
+        caption = torch.nn.functional.pad(named[:, :1], (words.shape[1] - 1, 0))
+        what = question_tokens([WHAT] * questions.shape[1]).expand(len(named), -1, -1)
+        return torch.cat([questions, what]), torch.cat([answers, said]), torch.cat([words, caption])
+
+    def first(self, count: int) -> Shown:
+        """The first shapes and the first labelled pictures, `count` of each."""
+        some = self.labelled.first(count) if self.labelled is not None else None
+        return Shown(_first(self.scenes, count), some, self.classes)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Training and validation pictures, and mean and standard deviation of the training shapes' pixels in [0, 1]."""
+
+    train: Shown
+    validation: Shown
     pixels: tuple[float, float]
 
 
@@ -265,8 +331,13 @@ class VisualShapes(Workflow):
     )
 
     def sizes(self, budget: Budget) -> Sizes:
-        steps, train = {"smoke": (600, 4000), "standard": (1200, 8000), "full": (6000, 40_000)}[budget]
-        return Sizes(budget, {"steps": steps, "train": train, "validation": 600, "test": 600})
+        """Updates, shapes of each part, and labelled pictures that train at most (0: shapes alone)."""
+        steps, train, labelled = {
+            "smoke": (600, 4000, 0),
+            "standard": (1800, 8000, 4000),
+            "full": (12_000, 40_000, 40_000),
+        }[budget]
+        return Sizes(budget, {"steps": steps, "train": train, "validation": 600, "test": 600, "pictures": labelled})
 
     def smoke_plan(self) -> list[Genome]:
         start = self.space.baseline()
@@ -279,42 +350,66 @@ class VisualShapes(Workflow):
     # -------------------------------------------------------------------------------------------------- data
 
     def load(self, sizes: Sizes, dataset_dir: Path | None) -> Data:
-        """Generated; `dataset_dir` is not used. The test part lends the names of its layouts to the split check."""
-        train = shapes.scenes("train", sizes["train"])
-        parts = Parts(train, shapes.scenes("validation", sizes["validation"]), pixel_statistics(train.images))
+        """Shapes are generated; labelled pictures are read. The test parts lend their keys to the split check."""
+        scenes = shapes.scenes("train", sizes["train"])
+        validation = shapes.scenes("validation", sizes["validation"])
         hygiene = disjoint(
-            {
-                "train": parts.train.keys,
-                "validation": parts.validation.keys,
-                "test": shapes.keys("test", sizes["test"]),
-            }
+            {"train": scenes.keys, "validation": validation.keys, "test": shapes.keys("test", sizes["test"])}
         )
         digests = {
-            "train": digest(parts.train.images, parts.train.attributes),
-            "validation": digest(parts.validation.images, parts.validation.attributes),
+            "train": digest(scenes.images, scenes.attributes),
+            "validation": digest(validation.images, validation.attributes),
             "vocabulary": digest(VOCABULARY),
         }
-        return Data(parts, digests, hygiene, hygiene["distinct validation"])
+        train, held = Shown(scenes), Shown(validation)
+        found = read_pictures(dataset_dir) if sizes["pictures"] else None
+        if found is not None:
+            shown = found.parts["train"].first(sizes["pictures"])
+            seen = found.parts["validation"].first(sizes["validation"])
+            train, held = Shown(scenes, shown, found.classes), Shown(validation, seen, found.classes)
+            hygiene |= disjoint(
+                {
+                    f"{found.name} train": shown.keys,
+                    f"{found.name} validation": seen.keys,
+                    f"{found.name} test": found.parts["test"].keys,
+                }
+            )
+            digests[found.name] = digest(shown.images, shown.labels, seen.images, seen.labels, found.classes)
+        return Data(Parts(train, held, pixel_statistics(scenes.images)), digests, hygiene, len(held))
 
     def load_test(self, sizes: Sizes, dataset_dir: Path | None) -> Any:
-        return shapes.scenes("test", sizes["test"])
+        scenes = shapes.scenes("test", sizes["test"])
+        found = read_pictures(dataset_dir) if sizes["pictures"] else None
+        if found is None:
+            return Shown(scenes)
+        return Shown(scenes, found.parts["test"].first(sizes["test"]), found.classes)
 
     def floors(self, data: Data, sizes: Sizes) -> dict[str, float]:
         """Each question's most frequent training answer, and a guess among the answers of the question."""
-        parts: Parts = data.parts
-        usual = [np.bincount(parts.train.attributes[:, q]).argmax() for q in range(len(shapes.QUESTIONS))]
-        return {
-            "most frequent training answer": float((parts.validation.attributes == np.array(usual)).mean()),
-            "uniform guess": float(np.mean([1 / len(choices) for choices in shapes.CHOICES])),
-        }
+        train, held = data.parts.train, data.parts.validation
+        usual = [np.bincount(train.scenes.attributes[:, q]).argmax() for q in range(len(shapes.QUESTIONS))]
+        right = (held.scenes.attributes == np.array(usual)).mean(1)
+        guessed = np.full(len(held.scenes), np.mean([1 / len(choices) for choices in shapes.CHOICES]))
+        if held.labelled is not None:
+            label = np.bincount(train.labelled.labels).argmax()
+            right = np.concatenate([right, held.labelled.labels == label])
+            guessed = np.concatenate([guessed, np.full(len(held.labelled), 1 / len(held.classes))])
+        return {"most frequent training answer": float(right.mean()), "uniform guess": float(guessed.mean())}
 
     def anchors(self, data: Data, sizes: Sizes) -> dict[str, float]:
-        """The best that can be answered from colour and shape alone: their most frequent place, known in hindsight."""
-        attributes = data.parts.validation.attributes
+        """The best that can be answered about shapes from colour and shape alone, and all labelled pictures right.
+
+        Places are then answered by their most frequent one for that colour and shape, known in hindsight.
+        """
+        held: Shown = data.parts.validation
+        attributes = held.scenes.attributes
         table = np.zeros((len(shapes.COLOURS), len(shapes.SHAPES), len(shapes.PLACES)))
         np.add.at(table, tuple(attributes.T), 1)
         place = table.max(-1).sum() / len(attributes)
-        return {"ceiling of a position-blind model": float((2 + place) / 3)}
+        rest = len(held) - len(attributes)
+        return {
+            "ceiling of a position-blind model": float((len(attributes) * (2 + place) / 3 + rest) / len(held)),
+        }
 
     # ------------------------------------------------------------------------------------------------- model
 
@@ -323,7 +418,7 @@ class VisualShapes(Workflow):
 
         mean, deviation = data.parts.pixels
         return VisionLanguageConfig(
-            vocabulary=len(VOCABULARY),
+            vocabulary=len(VOCABULARY) + len(data.parts.train.classes),
             text=QUESTION_TOKENS + ANSWER_TOKENS,
             dim=int(genome["model.width"]),
             heads=HEADS,
@@ -350,7 +445,7 @@ class VisualShapes(Workflow):
 
         return Recipe(learning_rate=float(genome["train.lr"]), batch_size=int(genome["train.batch"]), schedule="cosine")
 
-    def batches(self, scenes: shapes.Scenes, batch: int, seed: int, device: str) -> Iterator[Batch]:
+    def batches(self, shown: Shown, batch: int, seed: int, device: str) -> Iterator[Batch]:
         """Endless batches of pictures with their three questions, in random order, every picture once an epoch.
 
         A batch of B pairs holds B/3 pictures, or all if there are no more. Their order, `picture`, depends on seed and
@@ -361,20 +456,19 @@ class VisualShapes(Workflow):
         from auto_research.layers.vision_language import VisionLanguageConfig
 
         draw = torch.Generator().manual_seed(seed)
-        images, truth = torch.from_numpy(scenes.images).to(device), torch.from_numpy(scenes.answers).to(device)
-        words = captions(scenes).to(device)
-        questions, answers = question_tokens().to(device), answer_tokens().to(device)
-        rows, patches = min(batch // len(questions), len(scenes)), (shapes.SIDE // VisionLanguageConfig.patch) ** 2
+        images = torch.from_numpy(shown.images).to(device)
+        questions, answers, words = (part.to(device) for part in shown.exercises())
+        rows, patches = min(batch // questions.shape[1], len(shown)), (shapes.SIDE // VisionLanguageConfig.patch) ** 2
         while True:
-            order = torch.randperm(len(scenes), generator=draw)
+            order = torch.randperm(len(shown), generator=draw)
             for picture in order[: len(order) - len(order) % rows].split(rows):
                 hidden = torch.rand(rows, patches, generator=draw).argsort(1) < round(HIDDEN_SHARE * patches)
                 picture = picture.to(device)
                 yield {
                     "picture": picture,
                     "images": images[picture].float() / 255,
-                    "question": questions.expand(rows, -1, -1),
-                    "answer": answers[truth[picture]],
+                    "question": questions[picture],
+                    "answer": answers[picture],
                     "caption": words[picture],
                     "hidden": hidden.to(device),
                 }
@@ -444,7 +538,7 @@ class VisualShapes(Workflow):
         from auto_research.runtime.evidence import DeviceWork
 
         model, recipe, train = self._build(genome, data, 0, "cpu"), self._recipe(genome), data.parts.train
-        batch = next(self.batches(_first(train, recipe.batch_size), recipe.batch_size, 0, "cpu"))
+        batch = next(self.batches(train.first(recipe.batch_size), recipe.batch_size, 0, "cpu"))
         with DeviceWork("cost") as work:
             self._loss(genome)(model, batch).backward()
         counts = work.counts()["cpu"]
@@ -470,10 +564,38 @@ class VisualShapes(Workflow):
         if "masked-view" in str(genome["train.objective"]):
             loss["hidden share"] = HIDDEN_SHARE
         return Described(
-            {"model": asdict(config), "recipe": recipe, "steps": sizes["steps"], "vocabulary": list(VOCABULARY)},
+            {
+                "model": asdict(config),
+                "recipe": recipe,
+                "steps": sizes["steps"],
+                "vocabulary": [*VOCABULARY, *data.parts.train.classes],
+            },
             {name: list(parameter.shape) for name, parameter in model.named_parameters()},
             loss,
         )
+
+    def summarise(self, trials: Sequence[Trial]) -> dict[str, Any]:
+        """What the negative control shows, and every candidate's answers by question."""
+        from auto_research.evolve.promotion import mean_metrics
+
+        found = {t.candidate.id: (t.candidate.genome, mean_metrics(t)) for t in trials if t.mean is not None}
+        rows = [
+            {"candidate": id} | {name.replace("accuracy_", ""): m[name] for name in SHOWN if name in m}
+            for id, (_, m) in found.items()
+        ]
+        scores = {
+            setting: [m for genome, m in found.values() if genome["model.positions"] == setting]
+            for setting in ("on", "off")
+        }
+        if not (scores["on"] and scores["off"]):
+            return {"candidates": rows}
+        seeing, blind = (max(m[self.metric] for m in scores[setting]) for setting in ("on", "off"))
+        place = max(m["accuracy_place"] for m in scores["off"])
+        return {
+            "sentence": f"Negative control: without positions accuracy {blind:.3f}, places {place:.3f} (one in four is "
+            f"chance); with them up to {seeing:.3f}.",
+            "candidates": rows,
+        }
 
     def effect_probe(self, genome: Genome, sizes: Sizes, data: Data) -> dict[str, str]:
         """Two real steps on the first pictures: what the model gives, its losses, the order of pictures, its words.
@@ -482,7 +604,7 @@ class VisualShapes(Workflow):
         """
         import torch
 
-        train, some = _first(data.parts.train, 64), _first(data.parts.validation, 8)
+        train, some = data.parts.train.first(64), data.parts.validation.first(8)
         few = Data(Parts(train, some, data.parts.pixels), {}, {}, len(some))
         model = self._build(genome, few, 0, "cpu").eval()
         visual = see(model, some.images, "cpu")
@@ -514,48 +636,67 @@ def see(model: VisionLanguageModel, images: np.ndarray, device: str) -> Tensor:
         return torch.cat([model.see(model.encoder(part.to(device).float() / 255)) for part in parts])
 
 
-def answer(model: VisionLanguageModel, visual: Tensor) -> Tensor:
-    """Greedy answers (N, 3, A) to the three questions about pictures seen as visual tokens (N, V, dim)."""
+def answer(model: VisionLanguageModel, visual: Tensor, questions: Tensor) -> Tensor:
+    """Greedy answers (N, 3, A) to three questions (N, 3, Q) each about pictures seen as visual tokens (N, V, dim)."""
     import torch
 
-    questions = question_tokens().to(visual.device)
-    parts = visual.split(EVALUATION_BATCH)
-    given = [model.generate(part, questions.repeat(len(part), 1), ANSWER_TOKENS) for part in parts]
-    return torch.cat(given).unflatten(0, (-1, len(questions)))
+    parts = zip(visual.split(EVALUATION_BATCH), questions.to(visual.device).split(EVALUATION_BATCH), strict=True)
+    given = [model.generate(part, asked.flatten(0, 1), ANSWER_TOKENS) for part, asked in parts]
+    return torch.cat(given).unflatten(0, (-1, questions.shape[1]))
 
 
-def evaluate(model: VisionLanguageModel, scenes: shapes.Scenes, device: str) -> Scores:
+def evaluate(model: VisionLanguageModel, shown: Shown, device: str) -> Scores:
     """Exact-match accuracy of generated answers, and of the same with the wrong picture and without one.
 
-    Units are pictures: the share of the three questions answered. Visual dependency is the accuracy minus that with
-    the pictures exchanged in a fixed order (no picture keeps its place); answers that name none of the nine count as
-    wrong. `composite` adds a quarter of the dependency, where positive, to the accuracy.
+    Units are pictures: the share of their questions answered. Visual dependency is the accuracy minus that with the
+    pictures exchanged in a fixed order, shapes among shapes and labelled pictures among themselves (no picture keeps
+    its place); answers that name none of the known ones count as wrong. `composite` adds a quarter of the dependency,
+    where positive, to the accuracy.
     """
     import torch
 
-    truth = answer_tokens().to(device)[torch.from_numpy(scenes.answers).to(device)]  # (N, 3, A)
-    visual = see(model, scenes.images, device)
-    given = answer(model, visual)
-    right = (given == truth).all(-1).double().cpu()
+    questions, truth, _ = (part.to(device) for part in shown.exercises())
+    asked = (truth[..., 0] != 0).double().cpu()  # (N, 3)
+    count, total = len(shown.scenes), len(shown)
+
+    def right(given: Tensor) -> Tensor:
+        """Whether each question of each picture is answered, (N, 3); 0 where nothing is asked."""
+        return (given == truth).all(-1).double().cpu() * asked
+
+    def share(correct: Tensor) -> Tensor:
+        """Share of its questions answered, a picture (N,)."""
+        return correct.sum(1) / asked.sum(1)
+
+    visual = see(model, shown.images, device)
+    given = answer(model, visual, questions)
+    correct = right(given)
+    units = share(correct)
     # Said of picture i, asked about its neighbour in a random circle.
-    circle = torch.from_numpy(np.random.default_rng(0).permutation(len(scenes)))
-    wrong_picture = torch.empty_like(circle)
-    wrong_picture[circle] = circle.roll(1)
-    shuffled = (given[wrong_picture.to(device)] == truth).all(-1).double().cpu()
-    blank = (answer(model, see(model, shapes.blank()[None], device)) == truth).all(-1).double().cpu()
-    known = (given[:, :, None] == answer_tokens().to(device)).all(-1).any(-1).double().cpu()
-    untrained = torch.from_numpy(scenes.untrained)
-    accuracy, dependency = float(right.mean()), float(right.mean() - shuffled.mean())
+    wrong_picture = torch.empty(total, dtype=torch.long)
+    for first, last in ((0, count), (count, total)):
+        circle = first + torch.from_numpy(np.random.default_rng(0).permutation(last - first))
+        wrong_picture[circle] = circle.roll(1)
+    shuffled = share(right(given[wrong_picture.to(device)]))
+    nothing = see(model, shapes.blank()[None], device)
+    ends = [0, -1] if shown.labelled is not None else [0]
+    unseen = answer(model, nothing.expand(len(ends), -1, -1), questions[ends])
+    blank = share(right(torch.cat([part.expand(n, -1, -1) for part, n in zip(unseen, (count, total - count))])))
+    sayable = torch.cat([answer_tokens(), shown.names()]).to(device)
+    known = (given[:, :, None] == sayable).all(-1).any(-1).double().cpu() * asked
+    accuracy, dependency = float(units.mean()), float(units.mean() - shuffled.mean())
     metrics = {
         "accuracy": accuracy,
-        **{f"accuracy_{topic}": float(right[:, q].mean()) for q, topic in enumerate(shapes.TOPICS)},
+        **{f"accuracy_{topic}": float(correct[:count, q].mean()) for q, topic in enumerate(shapes.TOPICS)},
         "shuffled_accuracy": float(shuffled.mean()),
         "blank_accuracy": float(blank.mean()),
         "visual_dependency": dependency,
         "composite": accuracy + 0.25 * max(0.0, dependency),
-        "known_answers": float(known.mean()),
+        "known_answers": float(known.sum() / asked.sum()),
     }
-    for name, rows in (("trained", ~untrained), ("untrained", untrained)):
-        if bool(rows.any()):
-            metrics[f"accuracy_{name}_combinations"] = float(right[rows].mean())
-    return Scores(metrics, right.mean(1).tolist())
+    if total > count:
+        metrics["accuracy_labelled_pictures"] = float(units[count:].mean())
+    untrained = torch.from_numpy(shown.scenes.untrained)
+    for name, chosen in (("trained", ~untrained), ("untrained", untrained)):
+        if bool(chosen.any()):
+            metrics[f"accuracy_{name}_combinations"] = float(units[:count][chosen].mean())
+    return Scores(metrics, units.tolist())
