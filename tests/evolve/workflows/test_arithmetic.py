@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from auto_research.evolve import genome as genomes
+from auto_research.evolve.records import Candidate, CellResult, Paired, Trial
 from auto_research.evolve.space import Genome
 from auto_research.evolve.workflow import Data, NonFinite, SealedTest, Sizes
 from auto_research.evolve.workflows import workflow
@@ -406,6 +407,37 @@ def test_direction_finds_operators(arithmetic: Arithmetic) -> None:
     assert plan[0] == "ipo"
     assert set(plan[1:]) <= {"dpo", "orpo", "simpo"}
     assert arithmetic.space.baseline()["post.loss"] == "sft"
+
+
+def a_trial(name: str, loss: str, accuracy: list[float], gain: tuple[float, float | None] | None = None) -> Trial:
+    cells = [
+        CellResult(
+            cell=f"{name}-{i}", candidate=name, seed=i, role="search", state="completed",
+            metrics={"accuracy": value, "warmup_accuracy": 0.25, "kl": 0.1},
+        )
+        for i, value in enumerate(accuracy)
+    ]  # fmt: skip
+    paired = gain and Paired(
+        child=name, parent="baseline", n=len(accuracy), gain=gain[0], se=0.01, z=1.0, lower=gain[1], upper=None
+    )
+    candidate = Candidate(id=name, generation=0, origin="baseline", genome={"post.loss": loss})
+    return Trial(candidate=candidate, state="completed", cells=cells, gain=paired or None)
+
+
+def test_the_summary_holds_every_loss_against_continued_sft(arithmetic: Arithmetic) -> None:
+    control = a_trial("baseline", "sft", [0.5, 0.6])
+    found = arithmetic.summarise([control, a_trial("a", "ipo", [0.4, 0.5], (-0.1, -0.2))])
+    assert "accuracy 0.550 after a warm-up of 0.250; no other loss is above it." in found["sentence"]
+    assert [row["loss"] for row in found["candidates"]] == ["sft", "ipo"]
+    within = arithmetic.summarise([control, a_trial("a", "ipo", [0.6, 0.6], (0.05, -0.01))])["sentence"]
+    assert within.endswith("above it is a, but not beyond noise.")
+    beyond = arithmetic.summarise(
+        [control, a_trial("a", "ipo", [0.6, 0.6], (0.05, -0.01)), a_trial("b", "dpo", [0.9, 0.9], (0.3, 0.2))]
+    )["sentence"]
+    assert beyond.endswith("above it are a, b, beyond noise b.")
+    single = arithmetic.summarise([a_trial("baseline", "sft", [0.5]), a_trial("a", "orpo", [0.9], (0.4, None))])
+    assert single["sentence"].endswith("above it is a, which one seed cannot tell from noise.")
+    assert "No other loss" in arithmetic.summarise([control])["sentence"]
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from auto_research.evolve.space import Genome, Value
 from auto_research.evolve.workflow import Progress, Scores, Sizes
-from auto_research.evolve.workflows.arithmetic import PAIR_LOSSES, REFERENCED, REPLAY_EVERY
+from auto_research.evolve.workflows.arithmetic import PAIR_LOSSES, PASS_K, REFERENCED, REPLAY_EVERY
 from auto_research.layers import preference
 from auto_research.layers.transformer import BlockCache, CausalTransformer, init_transformer, reorder_cache
 from auto_research.tasks.arithmetic import (
@@ -32,7 +32,6 @@ from auto_research.tasks.arithmetic import (
 
 POSITIONS = 20
 REPLAY_KEEPS = 2048
-PASS_K = 4
 WARMUP_LR = 2e-3
 GIVE_UP = 4
 """Training ends after so many times the planned updates: a loss that finds no examples never spends its tokens."""

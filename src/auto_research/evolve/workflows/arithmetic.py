@@ -13,8 +13,9 @@ from __future__ import annotations
 import copy
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from auto_research.evolve.space import Axis, Genome, Space, Value
 from auto_research.evolve.workflow import (
@@ -35,6 +36,7 @@ from auto_research.runtime.budget import Budget
 from auto_research.runtime.records import write_json_atomic
 
 if TYPE_CHECKING:
+    from auto_research.evolve.records import Trial
     from auto_research.evolve.workflows._arithmetic import Artefact, Policy, Problems
     from auto_research.tasks.arithmetic import Expression
 
@@ -42,6 +44,7 @@ PAIR_LOSSES: tuple[Value, ...] = ("ipo", "dpo", "orpo", "simpo")
 SAMPLING: tuple[Value, ...] = (*PAIR_LOSSES, "rejection-sft")
 REFERENCED: tuple[Value, ...] = ("ipo", "dpo")
 REPLAY_EVERY = 4
+PASS_K = 4
 PROCESS_BYTES = 500 * 2**20
 """Of a process that has imported torch."""
 
@@ -422,6 +425,10 @@ class Arithmetic(Workflow):
         }
         return Described(rest | fixed | dict(sizes.values), policies.parameter_shapes(sizes), _constants(genome))
 
+    def summarise(self, trials: Sequence[Trial]) -> dict[str, Any]:
+        """The losses beside their control."""
+        return compare_with_control(trials, self.metric)
+
     def effect_probe(self, genome: Genome, sizes: Sizes, data: Data) -> dict[str, str]:
         """Trains for a few updates after a short warm-up, the way `train` does, and digests what happened."""
         import torch
@@ -446,6 +453,41 @@ class Arithmetic(Workflow):
             "generated": digest(*trace.rollouts, greedy),
             "cost": digest([cost.flops, cost.extra]),
         }
+
+
+SHOWN = (f"pass@{PASS_K}", "format_rate", "kl", "margin", "pair_yield", "accepted", "trained_tokens", "rollout_tokens")
+
+
+def compare_with_control(trials: Sequence[Trial], metric: str) -> dict[str, Any]:
+    """Every candidate beside continued SFT and the warm-up, and a sentence on whether a loss beats that control."""
+    from auto_research.evolve.promotion import mean_metrics
+
+    found = {t.candidate.id: (t, mean_metrics(t)) for t in trials}
+    found = {id: (trial, metrics) for id, (trial, metrics) in found.items() if metric in metrics}
+    rows = [
+        {"candidate": id, "loss": t.candidate.genome["post.loss"], metric: metrics[metric]}
+        | {name: metrics[name] for name in SHOWN if name in metrics}
+        for id, (t, metrics) in found.items()
+    ]
+    controls = [id for id, (t, _) in found.items() if t.candidate.genome["post.loss"] == "sft"]
+    others = [id for id in found if id not in controls]
+    if not controls or not others:
+        return {"sentence": "No other loss can be compared with continued SFT.", "candidates": rows}
+    control = max(controls, key=lambda id: found[id][1][metric])
+    score, start = found[control][1][metric], found[control][1]["warmup_accuracy"]
+    above = [id for id in others if found[id][1][metric] > score]
+    sure = [id for id in above if (gain := found[id][0].gain) and gain.lower is not None and gain.lower > 0]
+    seeds = min(len(t.cells) for t, _ in found.values())
+    said = f"above it {'is' if len(above) == 1 else 'are'} {', '.join(above)}" if above else "no other loss is above it"
+    if above and sure:
+        said += f", beyond noise {', '.join(sure)}"
+    elif above:
+        said += ", but not beyond noise" if seeds > 1 else ", which one seed cannot tell from noise"
+    return {
+        "sentence": f"The control, SFT continued for as many response tokens, has {metric} {score:.3f} after a warm-up "
+        f"of {start:.3f}; {said}.",
+        "candidates": rows,
+    }
 
 
 def _constants(genome: Genome) -> dict[str, Value]:
