@@ -5,6 +5,7 @@ import types
 import pytest
 import torch
 
+from auto_research.data.sequences import ItemTable
 from auto_research.layers.semantic_ids import SemanticIds
 from auto_research.papers.generative import tiger
 from auto_research.papers.generative.tiger import (
@@ -176,6 +177,29 @@ def comparison_of(ours: list[float], control: list[float], floor: float):
 def test_decision_rule(ours, control, floor, states):
     clauses = decision(comparison_of(ours, control, floor))
     assert [clause.decide(lambda *_: None)[0] for clause in clauses] == states
+
+
+@pytest.mark.parametrize(("budget", "encoded"), [("smoke", True), ("standard", False)])
+def test_beyond_smoke_word_counts_stand_in_for_the_micro_encoder(budget, encoded, monkeypatch):
+    from auto_research.papers._registry import adapter
+    from auto_research.study.context import Study
+    from auto_research.tasks.content import tfidf_vectors
+
+    titles = ["red pen", "red ink pen", "tall desk", "desk lamp", "oak desk with lamp", "paper cup", "cup and pen set"]
+    split = types.SimpleNamespace(items_table=ItemTable.of_ids([str(i) for i in range(len(titles))], titles))
+    asked = []
+
+    def encode(resolved, texts, device, max_length):
+        asked.append(resolved.name)
+        return torch.zeros(len(texts), 4)
+
+    monkeypatch.setattr(tiger, "text_vectors", encode)
+    study = Study(card=adapter("tiger").card, budget=budget, checkpoints="micro", device="cpu", quiet=True)
+    content = tiger.content_of(study, split, TigerConfig(), torch.device("cpu"))
+    assert asked == (["micro-encoder"] if encoded else [])
+    if not encoded:
+        torch.testing.assert_close(content, tfidf_vectors(split.items_table.text("title")))
+        assert any("word counts" in note for note in study.notes)
 
 
 def test_full_budget_has_the_papers_shape():

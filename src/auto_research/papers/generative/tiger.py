@@ -215,7 +215,10 @@ def prepare(study: Study) -> SequenceSplit:
 
 
 def content_of(study: Study, split: SequenceSplit, config: TigerConfig, device: torch.device) -> Tensor:
-    """Content vectors (I, D): title, what kind of item it is, and the description's beginning beyond smoke."""
+    """Content vectors (I, D): title, what kind of item it is, and the description's beginning beyond smoke.
+
+    Beyond smoke, word counts stand in for an encoder that knows too little to tell items apart.
+    """
     table = split.items_table
     fields = ["title"] + (["genres"] if table.genre_names else []) + (["brand"] if table.brand else [])
     if table.description is not None and study.budget != "smoke":
@@ -223,8 +226,12 @@ def content_of(study: Study, split: SequenceSplit, config: TigerConfig, device: 
     texts = table.text(*fields)
     if config.content == "tfidf":
         return tfidf_vectors(texts)
+    encoder = study.checkpoint("text_encoder")
+    if encoder.name == "micro-encoder" and study.budget != "smoke":
+        study.note("content is word counts (TF-IDF, SVD to 256): the micro encoder cannot tell items apart")
+        return tfidf_vectors(texts)
     length = study.size("text tokens", smoke=16, standard=64, full=128)
-    return text_vectors(study.checkpoint("text_encoder"), texts, device, max_length=length)
+    return text_vectors(encoder, texts, device, max_length=length)
 
 
 def id_tables(codes: Tensor, content: Tensor, config: TigerConfig) -> dict[str, SemanticIds]:
