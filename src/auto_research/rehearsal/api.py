@@ -12,7 +12,7 @@ from . import autocast, distributed, functions, masquerade, shims
 from .kernels import classify
 from .locate import traceback_site
 from .memory import card_profile
-from .modes import VirtualCuda
+from .modes import mode_for
 from .patching import Patches
 from .report import Report
 from .rules import Recorder, suppress_pattern
@@ -69,10 +69,10 @@ def install(session: Session) -> Any:
     install_storage_slots()
     activate(session)
     patches = Patches()
-    mode = VirtualCuda(session)
+    mode = session.mode = mode_for(session)
     try:
         masquerade.install(patches)
-        shims.install(patches, session, lambda: VirtualCuda(session))
+        shims.install(patches, session, lambda: mode_for(session))
         autocast.install(patches, session)
         functions.install(patches, session)
         distributed.install(patches, session)
@@ -92,7 +92,7 @@ def install(session: Session) -> Any:
 
 def record_uncaught(session: Session, error: BaseException) -> None:
     """Turn an exception that the CPU raises too (dtype boundary, index range, half overflow) into a finding."""
-    if getattr(error, "finding", None) is not None:
+    if getattr(error, "finding", None) is not None or getattr(error, "on_host", False):
         return
     rule = classify(error)
     site = traceback_site(error)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from .patching import Patches
+from .placement import taint
 from .rules import argument_texts
 from .session import Session, running
-from .tensor import tag_of
+from .tensor import storages, tag_of
 
 _COLLECTIVES: Final = (
     "all_reduce",
@@ -131,13 +132,37 @@ class DataParallel(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
-        self.device_ids = device_ids or [0]
+        self.device_ids = list(range(running().device_count)) if device_ids is None else list(device_ids)
+        for index in map(torch.cuda._utils._get_device_index, self.device_ids):
+            if index >= running().device_count:
+                running().recorder.fault(
+                    "DEV-5",
+                    "Invalid device id",
+                    op="DataParallel",
+                    arguments=(f"device_ids: {self.device_ids}", f"device_count: {running().device_count}"),
+                    error=AssertionError,
+                )
+                break
         self.output_device = output_device
         self.dim = dim
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Scatter to the card (host inputs are moved), then call."""
         place = running().devices[running().current]
+        for tensor in (*self.module.parameters(), *self.module.buffers()):
+            if tensor.device != place and all(s._tainted is None for s in storages(tensor)):
+                running().recorder.fault(
+                    "DEV-1",
+                    f"module must have its parameters and buffers on device {place} (device_ids[0]) but found one of "
+                    f"them on device: {tensor.device}",
+                    op="DataParallel",
+                    arguments=argument_texts(("parameter",), (tensor,), {}),
+                    fix="move the module first: model.cuda()",
+                )
+                break
+        for tensor in (*self.module.parameters(), *self.module.buffers()):
+            if tag_of(tensor) is None:
+                taint(tensor)
 
         def scatter(value: Any) -> Any:
             if isinstance(value, Tensor):

@@ -36,9 +36,13 @@ def _recurrent(original: Callable[..., Any], name: str) -> Callable[..., Any]:
         if all(tag_of(t) is None for t in tensors):
             return original(*args, **kwargs)
         _same_device(name, data, states, weights)
-        for label, state in zip(("hx", "cx"), states, strict=False):
-            if not state.is_contiguous():
-                _not_contiguous(name, label, data, state)
+        dtype = autocast.lower_dtype() if autocast.enabled() else data.dtype
+        transformed = torch._C._functorch.is_functorch_wrapped_tensor(data)
+        cudnn = torch.backends.cudnn.enabled and dtype in _CUDNN and not transformed
+        if torch.backends.cudnn.enabled:
+            for label, state in zip(("hx", "cx"), states, strict=False):
+                if not state.is_contiguous():
+                    _not_contiguous(name, label, data, state)
         if not autocast.enabled() and data.dtype != weights[0].dtype:
             data = data.to(weights[0].dtype)  # reported by the module's own check
         if autocast.enabled() and tag_of(data) is not None:
@@ -47,11 +51,49 @@ def _recurrent(original: Callable[..., Any], name: str) -> Callable[..., Any]:
             hidden = type(hidden)(states) if isinstance(hidden, list | tuple) else states[0]
             middle = (args[1], hidden) if packed else (hidden,)
             with torch.autocast("cuda", enabled=False):
-                return original(data, *middle, list(weights), *args[position + 2 :], **kwargs)
-        return original(*args, **kwargs)
+                out = original(data, *middle, list(weights), *args[position + 2 :], **kwargs)
+        else:
+            if cudnn and data.requires_grad:
+                data = data.view_as(data)
+                data.register_hook(partial(_refuse_second_backward, name))
+            out = original(data, *args[1:], **kwargs)
+        training = args[position + 5]
+        if cudnn and not training and out[0].requires_grad:
+            for result in out:
+                result.register_hook(partial(_refuse_backward, name, _shown(args)))
+        return out
 
     run.__name__ = name
     return run
+
+
+def _shown(args: tuple[Any, ...]) -> tuple[str, ...]:
+    return argument_texts(("input",), args[:1], {})
+
+
+def _refuse_backward(name: str, operands: tuple[str, ...], gradient: Tensor) -> None:
+    """RNN-4: cuDNN keeps what its backward needs in training mode only."""
+    running().recorder.fault(
+        "RNN-4", "cudnn RNN backward can only be called in training mode", op=name, arguments=operands
+    )
+
+
+def _refuse_second_backward(name: str, gradient: Tensor) -> None:
+    """RNN-4: a gradient that went through cuDNN's backward cannot be differentiated again."""
+    if gradient.requires_grad:
+        gradient.register_hook(partial(_refuse_derivative, name, argument_texts(("gradient",), (gradient,), {})))
+
+
+def _refuse_derivative(name: str, operands: tuple[str, ...], gradient: Tensor) -> None:
+    running().recorder.fault(
+        "RNN-4",
+        "the derivative for '_cudnn_rnn_backward' is not implemented. Double backwards is not supported for CuDNN RNNs "
+        "due to limitations in the CuDNN API. To run double backwards, please disable the CuDNN backend temporarily "
+        "while running the forward pass of your RNN.",
+        op=f"{name} backward",
+        arguments=operands,
+        error=NotImplementedError,
+    )
 
 
 def _same_device(name: str, data: Tensor, states: list[Tensor], weights: list[Tensor]) -> None:
@@ -511,6 +553,78 @@ def _rank(original: Callable[..., Any]) -> Callable[..., Any]:
     return matrix_rank
 
 
+def _ctc(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Lengths of ``ctc_loss`` are read by the host; under a dispatch mode C++ would compute with them instead."""
+
+    def ctc_loss(log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, *rest: Any) -> Tensor:
+        if tag_of(log_probs) is not None:
+            input_lengths, target_lengths = (
+                length.tolist() if isinstance(length, Tensor) else length for length in (input_lengths, target_lengths)
+            )
+        loss: Tensor = original(log_probs, targets, input_lengths, target_lengths, *rest)
+        return loss
+
+    ctc_loss.__doc__ = original.__doc__
+    return ctc_loss
+
+
+def _one_hot(original: Callable[..., Any]) -> Callable[..., Any]:
+    """OOB-1 of ``one_hot``: the CPU waits for the extremes, CUDA leaves the check to the kernel that scatters."""
+
+    def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+        if tag_of(tensor) is None or num_classes < 1 or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            plain: Tensor = original(tensor, num_classes)
+            return plain
+        session = running()
+        with quiet():
+            outside = tensor.numel() > 0 and not bool(((tensor >= 0) & (tensor < num_classes)).all())
+        if outside:
+            session.recorder.fault(
+                "OOB-1",
+                f"CUDA error: device-side assert triggered (class values must be in [0, {num_classes}))",
+                op="one_hot",
+                arguments=argument_texts(("self",), (tensor,), {}),
+                error=torch.AcceleratorError,
+            )
+        was, session.local.muted = getattr(session.local, "muted", False), True
+        try:
+            encoded: Tensor = original(tensor, num_classes)
+            return encoded
+        finally:
+            session.local.muted = was
+
+    one_hot.__doc__ = original.__doc__
+    return one_hot
+
+
+def _meshgrid(original: Callable[..., Any]) -> Callable[..., Any]:
+    """DEV-1 of ``meshgrid``, whose device check sits above the dispatcher (it only makes views)."""
+
+    def meshgrid(*tensors: Any, indexing: str | None = None) -> Any:
+        parts = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], list | tuple) else tensors
+        if len({part.device for part in parts if isinstance(part, Tensor)}) > 1:
+            _fault_meshgrid(tuple(parts))
+        return original(*tensors, indexing=indexing)
+
+    meshgrid.__doc__ = original.__doc__
+    return meshgrid
+
+
+def _fault_meshgrid(parts: tuple[Tensor, ...]) -> None:
+    session = running()
+    host = [i for i, part in enumerate(parts) if tag_of(part) is None]
+    if all(any(s._tainted is not None for s in storages(parts[i])) for i in host):
+        return
+    session.recorder.fault(
+        "DEV-1",
+        "torch.meshgrid expects all tensors to have the same device",
+        op="meshgrid",
+        arguments=argument_texts(("tensors",), (parts,), {}),
+    )
+    for i in host:
+        taint(parts[i])
+
+
 def _tensor_split(original: Callable[..., Any]) -> Callable[..., Any]:
     """Split positions are read by the host and must live there."""
 
@@ -571,5 +685,13 @@ def install(patches: Patches, session: Session) -> None:
     patches.set(torch.linalg, "matrix_rank", _rank(torch.linalg.matrix_rank))
     patches.set(torch, "tensor_split", _tensor_split(torch.tensor_split))
     patches.set(Tensor, "tensor_split", _tensor_split(Tensor.tensor_split))
+    patches.set(torch, "ctc_loss", _ctc(torch.ctc_loss))
+    one_hot = functional.one_hot
+    wrapped_one_hot = _one_hot(one_hot)
+    patches.set(functional, "one_hot", wrapped_one_hot)
+    patches.set(nn, "one_hot", wrapped_one_hot)
+    register_with_torchscript(patches, one_hot, wrapped_one_hot)
+    patches.set(torch, "meshgrid", _meshgrid(torch.meshgrid))
+    patches.set(torch.functional, "meshgrid", torch.meshgrid)
     patches.set(torch, "_scaled_mm", _scaled_mm(torch._scaled_mm))
     _install_legacy(patches)

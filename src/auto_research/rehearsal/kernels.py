@@ -268,14 +268,19 @@ def _missing_dtype(
     )
 
 
-def _no_kernel(mode: VirtualCuda, record: Record, tag: Tag, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    mode.session.recorder.fault(
+def no_kernel(session: Session, record: Record, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """KRN-1: the operator has no kernel for CUDA."""
+    session.recorder.fault(
         "KRN-1",
-        f"Could not run 'aten::{record.name}' with arguments from the 'CUDA' backend.",
+        f"Could not run '{record.qualified}' with arguments from the 'CUDA' backend.",
         op=record.name,
         arguments=argument_texts(record.names, args, kwargs),
         error=NotImplementedError,
     )
+
+
+def _no_kernel(mode: VirtualCuda, record: Record, tag: Tag, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    no_kernel(mode.session, record, args, kwargs)
     return _run(mode, record, args, kwargs)
 
 
@@ -429,19 +434,41 @@ _DTYPE_ERROR: Final = re.compile(
     r"does not match weight dtype|expected m1 and m2|Expected.*dtype|Input type .* and (weight|bias) type",
     re.IGNORECASE,
 )
-_OVERFLOW_ERROR: Final = re.compile(r"cannot be converted to type .* without overflow")
-_RANGE_ERROR: Final = re.compile(r"out of (range|bounds)|index .* is out of", re.IGNORECASE)
+#: The host checks dimensions and integer positions itself, on every device.
+_HOST_CHECK: Final = re.compile(r"^(Dimension out of range|select\(\)|slice\(\)|narrow\(\)|start \()")
+#: What a CPU kernel refuses with words and a CUDA kernel with a device-side assertion.
+_RANGE_ERROR: Final = re.compile(
+    r"out of (range|bounds|DATA bounds)|index .* is out of|not in the valid range|Expected idx >= 0|"
+    r"all elements of (input|target) should be between|probability tensor contains|repeats can not be negative"
+)
+#: Composite functions whose CUDA path leaves the check to a kernel.
+_COMPOSITE_RANGE_ERROR: Final = re.compile(r"^Class values must be (non-negative|smaller than num_classes)")
+#: Errors that name their rule by themselves, wherever they are raised.
+_TELLING: Final = (
+    (re.compile(r"Attempting to deserialize object on CUDA device"), "DEV-5"),
+    (re.compile(r"cannot be converted to type .* without overflow"), "DTY-3"),
+    (re.compile(r"Attempting to unscale FP16 gradients"), "AMP-2"),
+    (re.compile(r"can't optimize a non-leaf Tensor"), "DEV-9"),
+    (re.compile(r"Found two parameters on different devices"), "DEV-1"),
+    (re.compile(r"Low precision dtypes not supported"), "KRN-2"),
+    (re.compile(r"MKL FFT doesn't support tensors of type: (BFloat16|Half)"), "KRN-4"),
+)
 
 
-def classify(error: BaseException) -> str | None:
-    """The rule of an exception that the CPU raises as well: DTY-1, DTY-3, OOB-1 or none."""
+def classify(error: BaseException, *, in_kernel: bool = False) -> str | None:
+    """The rule of an exception that the CPU raises as well: DTY-1, DTY-3, OOB-1 ... or none.
+
+    ``in_kernel`` says that an operator on device tensors raised it; Python's own ``list index out of range``, and an
+    integer position that the host checks on every device, are no faults of a card.
+    """
     text = str(error)
-    if "Attempting to deserialize object on CUDA device" in text:
-        return "DEV-5"
-    if _OVERFLOW_ERROR.search(text):
-        return "DTY-3"
-    if isinstance(error, IndexError) or _RANGE_ERROR.search(text):
-        return "OOB-1" if _RANGE_ERROR.search(text) else None
+    for pattern, rule in _TELLING:
+        if pattern.search(text):
+            return rule
+    if _COMPOSITE_RANGE_ERROR.search(text):
+        return "OOB-1"
+    if in_kernel and _RANGE_ERROR.search(text) and not _HOST_CHECK.search(text):
+        return "OOB-1"
     if isinstance(error, RuntimeError | ValueError) and _DTYPE_ERROR.search(text):
         return "DTY-1"
     return None
@@ -455,7 +482,7 @@ def native_error(
     A dtype boundary is crossed with both sides promoted, so that later faults are met as well.
     """
     session = mode.session
-    rule = classify(error)
+    rule = classify(error, in_kernel=True)
     if rule is None or getattr(error, "finding", None) is not None:
         raise error
     text = str(error).split("\n")[0]
@@ -500,10 +527,9 @@ def _dtype_fix(record: Record, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return f"cast '{other[0]}' at this boundary: .to({target}), the dtype of '{reference[0]}'"
 
 
-def host_error(
-    session: Session, record: Record, error: BaseException, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """An index error on the host stays what it is; remember only that the run ended there."""
+def host_error(session: Session, error: BaseException) -> None:
+    """An error of a host operator stays what it is: no fault of a card. Remember only that the run met it."""
+    error.on_host = True  # type: ignore[attr-defined]
     session.note(f"the script itself raised on the host: {type(error).__name__}: {str(error).splitlines()[0]}")
 
 

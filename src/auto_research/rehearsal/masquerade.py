@@ -598,6 +598,45 @@ def _shares_foreign_memory(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not storage_of(tensor).resizable()
 
 
+def _from_dlpack(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``from_dlpack`` of a device tensor is an alias of it; C++ would hand out a host tensor."""
+
+    def from_dlpack(ext_tensor: Any, *, device: Any = None, copy: bool | None = None) -> Tensor:
+        if isinstance(ext_tensor, Tensor) and tag_of(ext_tensor) is not None:
+            place = as_device(device) or ext_tensor.device
+            return ext_tensor.detach().to(place, copy=bool(copy))
+        out: Tensor = original(ext_tensor, device=device, copy=copy)
+        return out
+
+    from_dlpack.__doc__ = original.__doc__
+    return from_dlpack
+
+
+def _tensor_dlpack(self: Tensor, **kwargs: Any) -> Any:
+    """DEV-3 of ``np.from_dlpack``: the only reader of a capsule that a machine without a card can have."""
+    tag = tag_of(self)
+    if tag is not None:
+        running().recorder.fault(
+            "DEV-3",
+            "Unsupported device in DLTensor.",
+            op="__dlpack__",
+            arguments=argument_texts(("self",), (self,), {}),
+            error=BufferError,
+        )
+        running().sync("__dlpack__")
+    return _dlpack(self, **kwargs)
+
+
+def _tensor_dlpack_device(self: Tensor) -> Any:
+    tag = tag_of(self)
+    return _dlpack_device(self) if tag is None else (_CUDA_IN_DLPACK, tag.index)
+
+
+_CUDA_IN_DLPACK: Final = 2
+_dlpack: Final = Tensor.__dlpack__
+_dlpack_device: Final = Tensor.__dlpack_device__
+
+
 def _count_card_scalars(values: Any, depth: int = 0) -> int:
     return sum(
         (isinstance(v, Tensor) and tag_of(v) is not None)
@@ -615,17 +654,17 @@ def _default_device() -> torch.device | None:
 
 _tensor_function: Final = torch.tensor
 
-_BUILDERS: Final = (
-    "tensor",
-    "as_tensor",
-    "asarray",
-    "sparse_coo_tensor",
-    "sparse_csr_tensor",
-    "sparse_csc_tensor",
-    "sparse_bsr_tensor",
-    "sparse_bsc_tensor",
-    "sparse_compressed_tensor",
-)
+_BUILDERS: Final = ("tensor", "as_tensor", "asarray")
+_INDICES: Final = {
+    "coo": ("indices",),
+    "csr": ("crow_indices", "col_indices"),
+    "bsr": ("crow_indices", "col_indices"),
+    "csc": ("ccol_indices", "row_indices"),
+    "bsc": ("ccol_indices", "row_indices"),
+    "compressed": ("compressed_indices", "plain_indices"),
+}
+#: Sparse constructors -> names of their tensors, values last.
+_SPARSE_BUILDERS: Final = {f"sparse_{kind}_tensor": (*names, "values") for kind, names in _INDICES.items()}
 _FACTORIES: Final = (
     "arange",
     "bartlett_window",
@@ -653,6 +692,50 @@ _FACTORIES: Final = (
 )
 _LIKES: Final = ("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like")
 _NEWS: Final = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
+
+
+def _sparse_builder(original: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
+    """``torch.sparse_*_tensor``: tensors stay where they are unless ``device`` is given; lists go to the values."""
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip((*names, "size"), args, strict=False))
+        given.update((name, kwargs.pop(name)) for name in (*names, "size") if name in kwargs)
+        place = as_device(kwargs.pop("device", None))
+        if names[-1] not in given:  # only a size
+            out = original(*given.values(), **kwargs)
+            where = place or _default_device()
+            return out if where is None or where.type != "cuda" else _copy_fresh(out, where)
+        values = given[names[-1]]
+        home = place or (values.device if isinstance(values, Tensor) else _default_device()) or HOST
+        parts = []
+        for name in names:
+            part = given.pop(name)
+            if not isinstance(part, Tensor):
+                part = torch.tensor(part, dtype=kwargs.get("dtype") if name == names[-1] else torch.int64, device=home)
+            elif place is not None:
+                part = part.to(place)
+            parts.append(part)
+        _same_home(original.__name__, names, parts)
+        return original(*parts, *given.values(), **kwargs)
+
+    build.__name__ = original.__name__
+    build.__doc__ = original.__doc__
+    return build
+
+
+def _same_home(what: str, names: tuple[str, ...], parts: list[Tensor]) -> None:
+    """DEV-1 of sparse constructors: indices and values that are given as tensors are not moved."""
+    values = parts[-1]
+    for i, part in enumerate(parts[:-1]):
+        if part.device != values.device:
+            running().recorder.fault(
+                "DEV-1",
+                f"device of {names[i]} ({part.device}) must match device of values ({values.device})",
+                op=what,
+                arguments=argument_texts(names, tuple(parts), {}),
+                fix=f"give device= as well, or move '{names[i]}' to the values' device",
+            )
+            parts[i] = part.to(values.device)
 
 
 def _factory(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -715,6 +798,8 @@ def install(patches: Patches) -> None:
         ("record_stream", _tensor_record_stream),
         ("new", _tensor_new),
         ("new_tensor", _tensor_new_tensor),
+        ("__dlpack__", _tensor_dlpack),
+        ("__dlpack_device__", _tensor_dlpack_device),
     )
     for name, method in methods:
         patches.set(tensor, name, method)
@@ -728,6 +813,13 @@ def install(patches: Patches) -> None:
             wrapped = wrap(original)
             patches.set(functions, name, wrapped)
             register_with_torchscript(patches, original, wrapped)
+    for name, parts in _SPARSE_BUILDERS.items():
+        original = getattr(functions, name)
+        wrapped = _sparse_builder(original, parts)
+        patches.set(functions, name, wrapped)
+        register_with_torchscript(patches, original, wrapped)
+    for module in (functions, functions.utils.dlpack):
+        patches.set(module, "from_dlpack", _from_dlpack(module.from_dlpack))
     patches.set(functions, "device", _Device)
     patches.set(functions, "get_device", _tensor_get_device)
     patches.set(functions, "Generator", _Generator)
@@ -763,8 +855,9 @@ def _install_device_context(patches: Patches) -> None:
 
     # Unwrapped: its cache would keep the replaced functions, and `with torch.device(...)` would miss the real ones.
     constructors = _device._device_constructors.__wrapped__()
-    originals = set(constructors) | {patches.original(torch, name) for name in _BUILDERS + _FACTORIES}
-    builders = {patches.original(torch, name): getattr(torch, name) for name in _BUILDERS}
+    behind = (*_BUILDERS, *_SPARSE_BUILDERS)
+    originals = set(constructors) | {patches.original(torch, name) for name in behind + _FACTORIES}
+    builders = {patches.original(torch, name): getattr(torch, name) for name in behind}
 
     def torch_function(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

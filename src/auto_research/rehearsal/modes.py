@@ -37,6 +37,7 @@ class Record:
         "flops",
         "generator",
         "has_device",
+        "host_only",
         "lists",
         "mutates",
         "name",
@@ -44,6 +45,7 @@ class Record:
         "op",
         "packet",
         "placement",
+        "qualified",
         "rule",
         "takes_tensors",
     )
@@ -53,6 +55,7 @@ class Record:
         self.op = func
         self.call: Callable[..., Any] = func._op if hasattr(func, "_op") else func
         self.packet: str = schema.name.split("::")[1]
+        self.qualified = schema.name + (f".{schema.overload_name}" if schema.overload_name else "")
         self.name = f"{self.packet}.{schema.overload_name}" if schema.overload_name else self.packet
         self.names = tuple(argument.name for argument in schema.arguments)
         types = [str(argument.type) for argument in schema.arguments]
@@ -68,10 +71,13 @@ class Record:
             and not _has_kernel(name, "CPU")
         )
         self.custom: Any = None
+        self.host_only = False
         if not schema.name.startswith(("aten::", "prims::", "profiler::", "c10d::", "_c10d")):
             cuda = torch._C._dispatch_has_kernel(name) and _has_kernel(name, "CUDA")
             key = torch._C.DispatchKey.CUDA if cuda else torch._C.DispatchKey.CPU
             self.custom = torch._C.DispatchKeySet(key)
+            # Registered from Python for the CPU alone; a library's C++ kernels may only be missing from its CPU build.
+            self.host_only = not cuda and f"{self.qualified.replace('::', '/')}/CPU" in torch.library._impls
         self.placement = placement.policy_of(schema.name, self.name, session.tables)
         self.rule = kernels.rule_of(schema.name, self.packet, self.name, session.tables)
         self.flops = flop_formula(func)
@@ -158,6 +164,8 @@ class VirtualCuda(TorchDispatchMode):
             device = kwargs.get("device")
             if device is not None and (device.type == "cuda" or getattr(session.local, "to_host", False)):
                 return self._explicit_device(record, device, args, kwargs)
+            if device is not None and device.type == "meta":
+                return record.call(*args, **kwargs)  # shapes only: zero tensors and `jvp` formulas ask for them
             if record.generator:
                 kwargs = placement.check_generator(session, record, args, kwargs, on_card=True)
         if record.rule is not None:
@@ -205,7 +213,7 @@ class VirtualCuda(TorchDispatchMode):
                 if kwargs.get("pin_memory"):
                     return _pinned(record, args, kwargs)
                 out = record.call(*args, **kwargs)
-                if out.__class__ is Tensor:
+                if out.__class__ is Tensor and out.layout is torch.strided:
                     frame = sys._getframe(2)
                     storage_of(out)._born = (id(frame), frame.f_lasti, id(frame.f_code))  # type: ignore[attr-defined]
                 return out
@@ -224,8 +232,8 @@ class VirtualCuda(TorchDispatchMode):
             kernels.check_pending(session, record, host, pending)
         try:
             out = record.call(*args, **kwargs)
-        except IndexError as error:
-            kernels.host_error(session, record, error, args, kwargs)
+        except (RuntimeError, IndexError) as error:
+            kernels.host_error(session, error)
             raise
         if record.flops is not None:
             session.host_flops += count_flops(record.flops, args, kwargs, out)
@@ -247,6 +255,8 @@ class VirtualCuda(TorchDispatchMode):
         else:
             self.session.device_ops += 1
             keys = record.custom
+            if record.host_only:
+                kernels.no_kernel(self.session, record, args, kwargs)
         with self:
             out = record.op.redispatch(keys, *args, **kwargs)
         if tag is not None:
@@ -273,6 +283,35 @@ class VirtualCuda(TorchDispatchMode):
                 session.transfer.to_device += 1
             return put_on_card(out, index, self.meter, record.name)
         return record.call(*args, **kwargs)
+
+
+class ManyCards(VirtualCuda):
+    """The mode where a script sees several cards: operands on two of them are a fault as well."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        record = self.records.get(id(func))
+        if record is None:
+            record = self.records[id(func)] = Record(func, self.session)
+        if record.placement is not placement.ANYWHERE and not record.composite:
+            placement.check_cards(self.session, record, args, kwargs or {})
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class ForkedCuda(VirtualCuda):
+    """The mode of a forked child whose parent used the card: CUDA cannot run there."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        placement.check_fork(self.session, str(func), args, kwargs or {})
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def mode_for(session: Session) -> VirtualCuda:
+    """The mode that a session needs."""
+    return VirtualCuda(session) if session.device_count == 1 else ManyCards(session)
 
 
 def _pinned(record: Record, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -219,9 +219,9 @@ def _judge_indexing(
         if "values" in names:
             values = next(t for name, _, t in host if name == "values")
             accumulate = bool(kwargs.get("accumulate", args[3] if len(args) > 3 else False))
-            deterministic = torch.are_deterministic_algorithms_enabled()
-            if values.dim() == 0 and not accumulate and not deterministic:
+            if values.dim() == 0 or (not accumulate and _fills_a_mask(args[0], args[1], values)):
                 return
+            deterministic = torch.are_deterministic_algorithms_enabled() and values.numel() > 1
             text = (
                 f"expected device cuda:{index} but got device cpu for value tensor"
                 if accumulate or deterministic
@@ -243,6 +243,17 @@ def _judge_indexing(
             taint(table)
         return
     _mixed_fault(session, record, "self", None, table, args, kwargs, index)
+
+
+def _fills_a_mask(table: Tensor, indices: Any, values: Tensor) -> bool:
+    """``x[mask] = v`` with one mask beside ``x`` and one host number becomes ``masked_fill_``, which reads it."""
+    masks = [i for i in indices if isinstance(i, Tensor)]
+    return (
+        values.numel() == 1
+        and len(masks) == 1
+        and masks[0].dtype in (torch.bool, torch.uint8)
+        and masks[0].device == table.device
+    )
 
 
 def _mixed_fault(
@@ -285,11 +296,16 @@ def _fault(
         text,
         op=record.name,
         arguments=argument_texts(record.names, args, kwargs),
-        fix=f"'{argument}' is on the host: create it with device=, register it as a buffer or in a ModuleList, or move "
-        "it with .to(device)",
+        fix=f"'{argument}' is on {_place(tensor)}: create it with device=, register it as a buffer or in a ModuleList, "
+        "or move it with .to(device)",
     )
     taint(tensor)
     return finding is not None
+
+
+def _place(tensor: Tensor) -> str:
+    tag = tag_of(tensor)
+    return "the host" if tag is None else f"cuda:{tag.index}"
 
 
 def taint(tensor: Tensor) -> None:
@@ -350,6 +366,42 @@ def ordinal(session: Session, device: torch.device) -> int:
         )
     session.used = True
     return int(index)
+
+
+def check_cards(session: Session, record: Record, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """DEV-1 between two cards; foreach operators compare each position by itself."""
+    apart = record.packet.startswith("_foreach_")
+    homes: dict[int | None, int] = {}
+    for name, position, tensor in named_tensors(record, args, kwargs):
+        tag = tag_of(tensor)
+        if tag is None:
+            continue
+        home = homes.setdefault(position if apart else None, tag.index)
+        if home == tag.index or any(s._tainted is not None for s in storages(tensor)):
+            continue
+        text = (
+            f"indices should be either on cpu or on the same device as the indexed tensor (cuda:{home})"
+            if record.packet in _INDEXING and name == "indices"
+            else "Expected all tensors to be on the same device, but found at least two devices, "
+            f"cuda:{home} and cuda:{tag.index}!"
+        )
+        _fault(session, record, text, tensor, name, args, kwargs)
+        return
+
+
+def check_fork(session: Session, operator: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """DEV-8: an operator on a device tensor that a forked child inherited."""
+    for value in (*args, *kwargs.values()):
+        for item in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(item, Tensor) and tag_of(item) is not None:
+                session.recorder.fault(
+                    "DEV-8",
+                    "CUDA error: initialization error",
+                    op=operator.removeprefix("aten."),
+                    arguments=argument_texts(("self",), (item,), {}),
+                    error=torch.AcceleratorError,
+                )
+                return
 
 
 #: ``_cdata`` addresses of generators made for the card (a subclass would lose its identity in C++).

@@ -58,6 +58,7 @@ class Session:
         self.devices = [torch.device("cuda", i) for i in range(device_count)]
         self.undo: list[Any] = []
         self.overflowed = False
+        self.mode: Any = None  # the main thread's dispatch mode
 
     def sync(self, kind: str) -> None:
         """Count one wait of the host for the card, at the running line."""

@@ -8,6 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -21,7 +22,7 @@ from .patching import Patches
 from .placement import ordinal, taint
 from .rules import argument_texts
 from .session import Session, running
-from .tensor import tag_of
+from .tensor import put_on_card, tag_of
 
 _SEGMENT: Final = 2 * MIB
 
@@ -416,6 +417,10 @@ def install(patches: Patches, session: Session, push_mode: Callable[[], Any]) ->
         "memory_stats": _memory_stats,
         "memory_stats_as_nested_dict": _memory_stats,
         "memory_summary": _memory_summary,
+        "host_memory_stats": OrderedDict,
+        "host_memory_stats_as_nested_dict": dict,
+        "reset_peak_host_memory_stats": _nothing,
+        "reset_accumulated_host_memory_stats": _nothing,
         "memory_snapshot": lambda *a, **k: [],
         "mem_get_info": _mem_get_info,
         "device_memory_used": lambda device=None: session.meter.live,
@@ -466,6 +471,7 @@ def install(patches: Patches, session: Session, push_mode: Callable[[], Any]) ->
     _install_threads(patches, push_mode)
     _install_forks(patches, session)
     _install_autograd(patches)
+    _install_gradient_checks(patches)
     _install_loading(patches, session)
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -532,7 +538,10 @@ def _after_fork() -> None:
     if session is None:
         return
     if session.used:
+        from .modes import ForkedCuda
+
         session.bad_fork = True
+        session.mode.__class__ = ForkedCuda
     children.report_to_parent(session.recorder)
 
 
@@ -570,8 +579,6 @@ def _install_autograd(patches: Patches) -> None:
             if isinstance(source, Tensor) and isinstance(result, Tensor):
                 tag = tag_of(source)
                 if tag is not None and tag_of(result) is None:
-                    from .tensor import put_on_card
-
                     put_on_card(result, tag.index, running().meter, "grad")
         return results
 
@@ -585,6 +592,83 @@ def _install_autograd(patches: Patches) -> None:
         return make_grads(outputs, grads, *args, **kwargs)
 
     patches.set(autograd, "_make_grads", checked_grads)
+
+
+def _install_gradient_checks(patches: Patches) -> None:
+    """DEV-1 of gradients that user code makes: C++ compares them with the input's device, and sees one device here."""
+    function: Any = torch.autograd.Function
+    context: Any = torch.autograd.function.BackwardCFunction
+    apply, backward = function.apply.__func__, context.apply
+    register_hook = Tensor.register_hook
+
+    def places(values: Any) -> list[torch.device | None]:
+        return [value.device if isinstance(value, Tensor) else None for value in values]
+
+    def remembering(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        out = apply(cls, *args, **kwargs)
+        if cls.__module__.startswith(_OURS) or not torch.is_grad_enabled():
+            return out
+        results = out if isinstance(out, tuple) else (out,)
+        for result in results:
+            node = result.grad_fn if isinstance(result, Tensor) else None
+            if isinstance(node, context):
+                node._rehearsal_places = (places(args), places(results))
+                break
+        return out
+
+    def checked(self: Any, *gradients: Any) -> Any:
+        homes, sources = getattr(self, "_rehearsal_places", ([], []))
+        for gradient, source in zip(gradients, sources, strict=False):
+            _adopt(gradient, source)  # zeros for an output that took no part
+        out = backward(self, *gradients)
+        results = out if isinstance(out, tuple) else (out,)
+        moved = tuple(
+            _at_home(value, home, f"Function {type(self).__name__} returned an invalid gradient at index {i}")
+            for i, (value, home) in enumerate(zip(results, [*homes, *[None] * len(results)], strict=False))
+        )
+        return moved if isinstance(out, tuple) else moved[0]
+
+    def hooked(self: Tensor, hook: Any) -> Any:
+        if tag_of(self) is None or getattr(hook, "__module__", "").startswith(_OURS) or isinstance(hook, partial):
+            return register_hook(self, hook)
+        home, name = self.device, getattr(hook, "__name__", type(hook).__name__)
+
+        @wraps(hook, updated=())
+        def run(gradient: Tensor) -> Any:
+            _adopt(gradient, home)
+            result = hook(gradient)
+            if isinstance(result, Tensor) and result.device != home:
+                return _at_home(result, home, f"hook '{name}' has changed the type of value", scalars=False)
+            return result
+
+        return register_hook(self, run)
+
+    patches.set(function, "apply", classmethod(remembering))
+    patches.set(context, "apply", checked)
+    patches.set(Tensor, "register_hook", hooked)
+
+
+_OURS: Final = __name__.rpartition(".")[0]
+
+
+def _adopt(gradient: Any, home: torch.device | None) -> None:
+    if isinstance(gradient, Tensor) and home is not None and home.type == "cuda" and tag_of(gradient) is None:
+        put_on_card(gradient, home.index or 0, running().meter, "grad")
+
+
+def _at_home(value: Any, home: torch.device | None, who: str, *, scalars: bool = True) -> Any:
+    """A gradient on the device of the tensor it belongs to; one with dimensions elsewhere is a fault."""
+    if not isinstance(value, Tensor) or home is None or value.device == home or value.device.type == "meta":
+        return value
+    if value.dim() > 0 or not scalars:
+        running().recorder.fault(
+            "DEV-1",
+            f"{who} - expected device {home} but got {value.device}",
+            op="backward",
+            arguments=argument_texts(("gradient",), (value,), {}),
+            fix=f"return the gradient on the device it came from: .to({home})",
+        )
+    return value.to(home)
 
 
 def _check_root_gradient(output: Tensor, gradient: Tensor) -> None:

@@ -356,3 +356,70 @@ class DeviceInForkedChild(Exhibit):
         text = _in_fork(lambda: torch.ones(1) * 2)
         if text:
             raise RuntimeError(text)
+
+
+class DeviceDataInWorker(Exhibit):
+    """A dataset keeps its tensor on the card; a forked loader worker indexes it."""
+
+    rule = "DEV-8"
+
+    @staticmethod
+    def faulty():
+        data = torch.ones(4, 2, device="cuda")
+        text = _in_fork(lambda: data[0] * 2)  # fault
+        if text:
+            raise RuntimeError(text)
+
+    @staticmethod
+    def mended():
+        data = torch.ones(4, 2)
+        data.cuda()
+        text = _in_fork(lambda: data[0] * 2)
+        if text:
+            raise RuntimeError(text)
+
+
+class NumpyThroughDlpack(Exhibit):
+    rule = "DEV-3"
+    error = Exception  # BufferError or RuntimeError, by NumPy's version
+
+    @staticmethod
+    def faulty():
+        return np.from_dlpack(torch.ones(3, device="cuda"))  # fault
+
+    @staticmethod
+    def mended():
+        shared = torch.from_dlpack(torch.ones(3, device="cuda"))
+        assert shared.is_cuda
+        return np.from_dlpack(shared.cpu())
+
+
+class ParallelOverMissingCard(Exhibit):
+    rule = "DEV-5"
+    error = AssertionError
+
+    @staticmethod
+    def faulty():
+        return nn.DataParallel(nn.Linear(2, 2).cuda(), device_ids=[0, 63])  # fault
+
+    @staticmethod
+    def mended():
+        return nn.DataParallel(nn.Linear(2, 2).cuda(), device_ids=[0])
+
+
+class MovedLeaf(Exhibit):
+    """`.cuda()` of a tensor that requires a gradient is a copy: the optimiser wants the leaf."""
+
+    rule = "DEV-9"
+    error = ValueError
+    ends = True
+
+    @staticmethod
+    def faulty():
+        weight = torch.zeros(3, requires_grad=True).cuda()
+        return torch.optim.SGD([weight], lr=0.1)  # fault
+
+    @staticmethod
+    def mended():
+        weight = torch.zeros(3, device="cuda", requires_grad=True)
+        return torch.optim.SGD([weight, nn.Parameter(torch.zeros(3).cuda())], lr=0.1)

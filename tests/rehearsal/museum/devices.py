@@ -324,13 +324,15 @@ class AccumulateHostValue(Exhibit):
     @staticmethod
     def faulty():
         x = torch.zeros(4, device="cuda")
-        return x.index_put_((torch.tensor([0, 0], device="cuda"),), torch.tensor(1.0), accumulate=True)  # fault
+        return x.index_put_((torch.tensor([0, 0], device="cuda"),), torch.ones(2), accumulate=True)  # fault
 
     @staticmethod
     def mended():
         x = torch.zeros(4, device="cuda")
-        one = torch.tensor(1.0, device="cuda")
-        return x.index_put_((torch.tensor([0, 0], device="cuda"),), one, accumulate=True)
+        rows = (torch.tensor([0, 0], device="cuda"),)
+        x.index_put_(rows, torch.tensor(1.0), accumulate=True)  # a 0-dim host value is moved
+        x[x > 0] = torch.tensor([2.0])  # one host number fills a mask
+        return x.index_put_(rows, torch.ones(2, device="cuda"), accumulate=True)
 
 
 class TakeAlongHostIndex(Exhibit):
@@ -882,3 +884,116 @@ class BackwardGradientOnHost(Exhibit):
     def mended():
         x = torch.ones(3, device="cuda", requires_grad=True)
         return (x * 2.0).backward(torch.ones(3, device="cuda"))
+
+
+class MeshOfBothSides(Exhibit):
+    rule = "DEV-1"
+
+    @staticmethod
+    def faulty():
+        rows = torch.arange(3, device="cuda")
+        return torch.meshgrid(rows, torch.arange(4), indexing="ij")  # fault
+
+    @staticmethod
+    def mended():
+        rows = torch.arange(3, device="cuda")
+        return torch.meshgrid(rows, torch.arange(4, device="cuda"), indexing="ij")
+
+
+class EdgesOnDeviceWeightsOnHost(Exhibit):
+    """A graph is built from device edges; without `device=` nothing is moved."""
+
+    rule = "DEV-1"
+
+    @staticmethod
+    def faulty():
+        edges = torch.tensor([[0, 1], [1, 0]], device="cuda")
+        return torch.sparse_coo_tensor(edges, torch.ones(2), (2, 2))  # fault
+
+    @staticmethod
+    def mended():
+        edges = torch.tensor([[0, 1], [1, 0]], device="cuda")
+        moved = torch.sparse_coo_tensor(edges, torch.ones(2), (2, 2), device="cuda")
+        graph = torch.sparse_coo_tensor(edges, torch.ones(2, device="cuda"), (2, 2)).coalesce()
+        assert graph.is_cuda
+        assert graph.layout is torch.sparse_coo
+        return torch.sparse.mm(graph, torch.ones(2, 3, device="cuda")) + moved.to_dense().sum()
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, place):
+        ctx.place = place
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(ctx, first, second):
+        return torch.full(first.shape, 2.0, device=ctx.place) * (first + second).to(ctx.place), None
+
+
+class HostGradientOfFunction(Exhibit):
+    """A custom backward makes its gradient without `device=`."""
+
+    rule = "DEV-1"
+
+    @staticmethod
+    def faulty():
+        x = torch.ones(3, device="cuda", requires_grad=True)
+        doubled, _ = _Doubled.apply(x, "cpu")
+        doubled.sum().backward()  # fault
+
+    @staticmethod
+    def mended():
+        x = torch.ones(3, device="cuda", requires_grad=True)
+        doubled, _ = _Doubled.apply(x, "cuda")
+        doubled.sum().backward()
+        return x.grad
+
+
+class HostGradientOfHook(Exhibit):
+    rule = "DEV-1"
+
+    @staticmethod
+    def faulty():
+        x = torch.ones(3, device="cuda", requires_grad=True)
+        y = x * 2
+        y.register_hook(lambda gradient: gradient.cpu().clamp(-1, 1))
+        y.sum().backward()  # fault
+
+    @staticmethod
+    def mended():
+        x = torch.ones(3, device="cuda", requires_grad=True)
+        y = x * 2
+        y.register_hook(lambda gradient: gradient.clamp(-1, 1))
+        y.sum().backward()
+        return x.grad
+
+
+class ParallelModuleOnHost(Exhibit):
+    rule = "DEV-1"
+
+    @staticmethod
+    def faulty():
+        model = nn.DataParallel(nn.Linear(3, 2), device_ids=[0])
+        return model(torch.ones(2, 3, device="cuda"))  # fault
+
+    @staticmethod
+    def mended():
+        model = nn.DataParallel(nn.Linear(3, 2), device_ids=[0]).cuda()
+        return model(torch.ones(2, 3))  # inputs are scattered from the host
+
+
+class VectorOfScatteredParameters(Exhibit):
+    rule = "DEV-1"
+    error = TypeError
+    ends = True
+
+    @staticmethod
+    def faulty():
+        model = nn.Sequential(nn.Linear(2, 2).cuda(), nn.Linear(2, 2))
+        return nn.utils.parameters_to_vector(model.parameters())  # fault
+
+    @staticmethod
+    def mended():
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).cuda()
+        return nn.utils.parameters_to_vector(model.parameters())

@@ -22,6 +22,7 @@ class Exhibit:
         memory: the card's memory, for faults of size.
         card: the card profile, for faults of capability.
         poisons: the fault leaves a real card's process unusable (device-side assert).
+        ends: the CPU cannot compute it either, so that it ends a run that keeps going.
     """
 
     rule: ClassVar[str]
@@ -29,6 +30,7 @@ class Exhibit:
     memory: ClassVar[str | None] = None
     card: ClassVar[str] = "a30"
     poisons: ClassVar[bool] = False
+    ends: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         EXHIBITS.append(cls)

@@ -693,3 +693,165 @@ class FloatMaskForHalfQuery(Exhibit):
     def mended():
         q = torch.randn(1, 2, 4, 8, device="cuda").bfloat16()
         return F.scaled_dot_product_attention(q, q, q, attn_mask=torch.zeros(4, 4, device="cuda").to(q.dtype))
+
+
+# --- backward of recurrent layers ------------------------------------------------------------------------------------
+
+
+class SaliencyOfEvaluatedRecurrence(Exhibit):
+    """Attributions ask an evaluated model for input gradients; cuDNN kept nothing for them."""
+
+    rule = "RNN-4"
+
+    @staticmethod
+    def faulty():
+        lstm = nn.LSTM(3, 4).cuda().eval()
+        x = torch.rand(5, 2, 3, device="cuda", requires_grad=True)
+        lstm(x)[0].sum().backward()  # fault
+
+    @staticmethod
+    def mended():
+        lstm = nn.LSTM(3, 4).cuda().eval()
+        x = torch.rand(5, 2, 3, device="cuda", requires_grad=True)
+        lstm(x)  # the forward alone is legal
+        with torch.backends.cudnn.flags(enabled=False):
+            lstm(x)[0].sum().backward()
+        lstm.train()
+        lstm(x)[0].sum().backward()
+        return x.grad
+
+
+class GradientPenaltyOfRecurrence(Exhibit):
+    rule = "RNN-4"
+
+    @staticmethod
+    def faulty():
+        critic = nn.GRU(3, 4).cuda()
+        x = torch.rand(5, 2, 3, device="cuda", requires_grad=True)
+        (slope,) = torch.autograd.grad(critic(x)[0].sum(), x, create_graph=True)
+        slope.pow(2).sum().backward()  # fault
+
+    @staticmethod
+    def mended():
+        critic = nn.GRU(3, 4).cuda()
+        x = torch.rand(5, 2, 3, device="cuda", requires_grad=True)
+        with torch.backends.cudnn.flags(enabled=False):
+            (slope,) = torch.autograd.grad(critic(x)[0].sum(), x, create_graph=True)
+        slope.pow(2).sum().backward()
+        return x.grad
+
+
+# --- more kernels ----------------------------------------------------------------------------------------------------
+
+
+class InverseOfAutocastProduct(Exhibit):
+    """Autocast hands a half-precision product to a solver, which has none."""
+
+    rule = "KRN-2"
+    ends = True
+
+    @staticmethod
+    def faulty():
+        x = torch.eye(3, device="cuda")
+        with torch.autocast("cuda", dtype=torch.float16):
+            covariance = x @ x
+        return torch.linalg.inv(covariance)  # fault
+
+    @staticmethod
+    def mended():
+        x = torch.eye(3, device="cuda")
+        with torch.autocast("cuda", dtype=torch.float16):
+            covariance = x @ x
+        return torch.linalg.inv(covariance.float())
+
+
+class ResizedBytes(Exhibit):
+    rule = "KRN-2"
+
+    @staticmethod
+    def faulty():
+        image = torch.zeros(1, 3, 4, 4, dtype=torch.uint8, device="cuda")
+        return F.interpolate(image, scale_factor=2.0, mode="bilinear")  # fault
+
+    @staticmethod
+    def mended():
+        image = torch.zeros(1, 3, 4, 4, dtype=torch.uint8, device="cuda")
+        return F.interpolate(image.float(), scale_factor=2.0, mode="bilinear").to(image.dtype)
+
+
+class IntegerGraphProduct(Exhibit):
+    rule = "KRN-2"
+
+    @staticmethod
+    def faulty():
+        graph = torch.eye(3, dtype=torch.int64).to_sparse().cuda()
+        return torch.sparse.mm(graph, torch.ones(3, 2, dtype=torch.int64, device="cuda"))  # fault
+
+    @staticmethod
+    def mended():
+        graph = torch.eye(3).to_sparse().cuda()
+        return torch.sparse.mm(graph, torch.ones(3, 2, device="cuda"))
+
+
+@torch.library.custom_op("museum::halved_on_host", mutates_args=(), device_types="cpu")
+def _halved_on_host(x: torch.Tensor) -> torch.Tensor:
+    return x / 2
+
+
+@torch.library.custom_op("museum::halved", mutates_args=())
+def _halved(x: torch.Tensor) -> torch.Tensor:
+    return x / 2
+
+
+class OperatorWrittenForHost(Exhibit):
+    rule = "KRN-1"
+    error = NotImplementedError
+
+    @staticmethod
+    def faulty():
+        return _halved_on_host(torch.ones(3, device="cuda"))  # fault
+
+    @staticmethod
+    def mended():
+        return _halved(torch.ones(3, device="cuda")), _halved_on_host(torch.ones(3))
+
+
+class BfloatSpectrogram(Exhibit):
+    rule = "KRN-4"
+    ends = True
+
+    @staticmethod
+    def faulty():
+        sound = torch.rand(64, device="cuda").bfloat16()
+        window = torch.hann_window(16, device="cuda").bfloat16()
+        return torch.stft(sound, 16, window=window, return_complex=True)  # fault
+
+    @staticmethod
+    def mended():
+        sound = torch.rand(64, device="cuda").bfloat16()
+        window = torch.hann_window(16, device="cuda")
+        return torch.stft(sound.float(), 16, window=window, return_complex=True)
+
+
+class ScalerOverHalfParameters(Exhibit):
+    rule = "AMP-2"
+    error = ValueError
+    ends = True
+
+    @staticmethod
+    def _step(model, dtype):
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cuda")
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(torch.ones(1, 2, device="cuda", dtype=dtype)).float().sum()
+        scaler.scale(loss).backward()
+        return scaler, optimizer
+
+    @staticmethod
+    def faulty():
+        scaler, optimizer = ScalerOverHalfParameters._step(nn.Linear(2, 2).cuda().half(), torch.float16)
+        scaler.step(optimizer)  # fault
+
+    @staticmethod
+    def mended():
+        scaler, optimizer = ScalerOverHalfParameters._step(nn.Linear(2, 2).cuda(), torch.float32)
+        scaler.step(optimizer)

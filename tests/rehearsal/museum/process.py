@@ -244,3 +244,69 @@ class HostModuleInDdp(Exhibit):
             model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2).cuda(), device_ids=[0])
             model(torch.ones(1, 2, device="cuda")).sum().backward()
             return model.module.weight.grad
+
+
+class CategoryBeyondTheEncoding(Exhibit):
+    rule = "OOB-1"
+    poisons = True
+
+    @staticmethod
+    def faulty():
+        result = F.one_hot(torch.tensor([0, 5], device="cuda"), num_classes=5)  # fault
+        torch.cuda.synchronize()
+        return result
+
+    @staticmethod
+    def mended():
+        return F.one_hot(torch.tensor([0, 5], device="cuda"), num_classes=6)
+
+
+class ProbabilityBeyondOne(Exhibit):
+    rule = "OOB-1"
+    poisons = True
+
+    @staticmethod
+    def faulty():
+        logits = torch.tensor([1.5, -0.5], device="cuda")
+        result = F.binary_cross_entropy(logits, torch.ones(2, device="cuda"))  # fault
+        torch.cuda.synchronize()
+        return result
+
+    @staticmethod
+    def mended():
+        logits = torch.tensor([1.5, -0.5], device="cuda")
+        return F.binary_cross_entropy(logits.sigmoid(), torch.ones(2, device="cuda"))
+
+
+class NegativeSamplingWeight(Exhibit):
+    rule = "OOB-1"
+    poisons = True
+
+    @staticmethod
+    def faulty():
+        weights = torch.tensor([-1.0, 2.0], device="cuda")
+        result = torch.multinomial(weights, 1)  # fault
+        torch.cuda.synchronize()
+        return result
+
+    @staticmethod
+    def mended():
+        weights = torch.tensor([-1.0, 2.0], device="cuda")
+        return torch.multinomial(weights.clamp(min=0), 1)
+
+
+class BagIdBeyondTheTable(Exhibit):
+    rule = "OOB-1"
+    poisons = True
+
+    @staticmethod
+    def faulty():
+        bag = nn.EmbeddingBag(4, 2).cuda()
+        result = bag(torch.tensor([[0, 4]], device="cuda"))  # fault
+        torch.cuda.synchronize()
+        return result
+
+    @staticmethod
+    def mended():
+        bag = nn.EmbeddingBag(5, 2).cuda()
+        return bag(torch.tensor([[0, 4]], device="cuda"))

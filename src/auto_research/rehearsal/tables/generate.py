@@ -32,6 +32,9 @@ REACHES = {
     "nn.functional.linear": ["addmm", "mm"],
     "nn.functional.max_pool2d": ["max_pool2d_with_indices"],
     "nn.functional.max_pool3d": ["max_pool3d_with_indices"],
+    "nn.functional.upsample_bilinear": ["upsample_bilinear2d"],
+    "nn.functional.interpolate:bicubic": ["upsample_bicubic2d"],
+    "addmm": ["addmm", "_sparse_addmm"],
     "__rmatmul__": ["mm", "bmm", "mv", "dot"],
     "matmul": ["mm", "bmm", "mv", "dot"],
     "cumulative_trapezoid": [],
@@ -91,7 +94,8 @@ def _dtype_gaps() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     emulated: dict[str, set[str]] = {}
     cuda_has: dict[str, set[str]] = {}
     for op in operator_database():
-        names = REACHES.get(op.name, [op.aten_name or op.name])
+        variant = REACHES.get(f"{op.name}:{op.variant_test_name}")
+        names = variant or REACHES.get(op.name, [op.aten_name or op.name])
         if op.name in ("scatter_reduce", "index_reduce"):  # each reduction has dtypes of its own
             names = [f"{op.name}:{op.variant_test_name}"]
         cuda = {str(dtype).removeprefix("torch.") for dtype in op.dtypesIfCUDA}
