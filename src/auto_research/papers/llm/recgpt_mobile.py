@@ -402,7 +402,7 @@ def run(study: Study) -> Comparison:
         device=device,
         # Chosen on validation users from 3e-4, 1e-3, 2e-3 and 5e-3 for the from-scratch base.
         recipe=Recipe(
-            learning_rate=5e-4 if large else 1e-3, batch_size=study.size("batch", smoke=small(2, 8), standard=16)
+            learning_rate=5e-4 if large else 1e-3, batch_size=study.size("batch", smoke=small(1, 8), standard=16)
         ),
         steps=study.steps("tuning", smoke=small(1, 4), standard=300, full=800),
         budgets=BUDGETS[:1] if smoke else BUDGETS,
