@@ -302,7 +302,7 @@ def test_a_wrong_word_exits_with_2_from_the_program_itself() -> None:
         {"direction": "längere 'history' $HOME; rm -rf /", "changes": {"train.lr": 0.1, "model.bias": "on"}},
         {"sizes": {"steps": 7, "rows": 50}, "n_min": 4, "z": 1.25, "delta_min": -0.5, "confirm_z": 3.0},
         {"sampler": "tpe", "run_seed": 77, "random_search": True, "retries": 3, "memory_limit_mb": 500},
-        {"trial_timeout_s": 12.5, "stall_s": 3.25},
+        {"trial_timeout_s": 12.5, "stall_s": 3.25, "screening": True},
     ],
 )
 def test_the_boards_command_repeats_the_configuration(changes: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from toy import ToyWorkflow
 
 from auto_research.evolve import controller
 from auto_research.evolve.attempts import LOST
+from auto_research.evolve.board import command
 from auto_research.evolve.cells import artefact_folder, folder_digest
 from auto_research.evolve.controller import fork, open_test, plan_only, read_run, resume, run, stop
 from auto_research.evolve.events import rebuild
@@ -545,6 +546,30 @@ def test_cells_wait_while_others_hold_the_memory(tmp_path: Path, monkeypatch: py
     cell = huge.trials[0].cells[0]
     assert (cell.state, len(cell.attempts)) == ("out_of_memory", 1)
     assert "largest device has" in cell.attempts[0].reason
+
+
+def test_screening_gives_further_seeds_to_the_better_half(tmp_path: Path) -> None:
+    """Of two children, the one that hurts keeps one seed; killed in between, the run ends as if it had not been."""
+    config = small(screening=True, seeds=[0, 1, 2], n_min=3, random_search=True)
+    record = run(config, tmp_path)
+    found = {trial.candidate.id: trial for trial in record.trials}
+    helps, hurts = (next(t for t in found.values() if t.candidate.operators == [id]) for id in ("bias", "exchange"))
+    assert (helps.state, [cell.seed for cell in helps.cells]) == ("completed", [0, 1, 2])
+    assert (hurts.state, [cell.seed for cell in hurts.cells]) == ("screened_out", [0])
+    assert record.champion == helps.candidate.id
+    assert f"{hurts.candidate.id}: not promotable (screened_out)" in record.decisions[0].reason
+    events = read_jsonl(tmp_path / "r/events.jsonl")
+    screened = events[position(events, "screened")]
+    assert (screened["kept"], screened["left"]) == ([helps.candidate.id], [hurts.candidate.id])
+    assert sum(len(trial.cells) for trial in record.random_search) in (3, 6)
+    assert "screened out" in (tmp_path / "r/board.html").read_text()
+    assert "--screening" in command(config)
+    for moment in ("cell_ended", "screened"):
+        folder = tmp_path / moment
+        number = 4 if moment == "cell_ended" else 1
+        with pytest.raises(Crash):
+            run(config, folder, crash_at(moment, number))
+        assert outcome(resume(folder / "r")) == outcome(record)
 
 
 def test_resume_makes_a_lost_trial_database_again(tmp_path: Path) -> None:

@@ -66,6 +66,10 @@ RandomSearch = Annotated[
         "--random-search/--no-random-search", help="Random search at equal budget.", show_default="on, off in smoke"
     ),
 ]
+Screening = Annotated[
+    bool,
+    typer.Option("--screening", help="One seed for every child, the others for the better half and what is near it."),
+]
 DatasetDir = Annotated[Path | None, typer.Option(help="Folder whose data sets win over cached ones.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, mps, cuda or cuda:<i>.")]
 MinSeeds = Annotated[int, typer.Option(min=2, help="Finished seeds that a promotion needs.")]
@@ -159,6 +163,7 @@ def plan(
     size: SizesOption = None,
     steps: Steps = None,
     random_search: RandomSearch = None,
+    screening: Screening = False,
     dataset_dir: DatasetDir = None,
     device: Device = "auto",
     promotion_min_seeds: MinSeeds = 3,
@@ -205,6 +210,7 @@ def run_(
     size: SizesOption = None,
     steps: Steps = None,
     random_search: RandomSearch = None,
+    screening: Screening = False,
     dataset_dir: DatasetDir = None,
     device: Device = "auto",
     promotion_min_seeds: MinSeeds = 3,
@@ -405,6 +411,7 @@ def configure(given: dict[str, Any]) -> RunConfig:
         "run_seed": given["run_seed"],
         "sampler": given["sampler"],
         "random_search": chosen.select and not smoke if wanted is None else wanted,
+        "screening": given["screening"],
         "changes": _changes(chosen, given["set_"]),
         "sizes": sizes,
         "dataset_dir": _folder(given["dataset_dir"]),

@@ -81,6 +81,8 @@ class LiveView:
                 line = Text(f"{event['cell']}: {event['state']} ({event['reason']}), once more", style="yellow")
             case "cell_ended":
                 line = self._ended(event)
+            case "screened" if event["left"]:
+                line = Text(f"screened out after one seed: {', '.join(event['left'])}")
             case "decided":
                 decision = event["decision"]
                 line = Text(f"decision: {decision['champion']} parents what follows ({decision['reason']})")

@@ -380,7 +380,7 @@ def effects(record: RunRecord) -> Effects:
                 (effect.alone if len(moved(c)) == 1 else effect.joint).append(t.gain)
             elif c.duplicate_of:
                 effect.notes.append(f"{c.id} is the same as {c.duplicate_of}: no effect")
-            elif t.state not in ("completed", "planned", "running"):
+            elif t.state not in ("completed", "screened_out", "planned", "running"):
                 effect.notes.append(f"{c.id} {t.state}")
     z = record.config.z
     gains = [g for e in found.values() for g in e.gains]
@@ -618,6 +618,8 @@ def command(config: RunConfig) -> str:
     option("sampler", config.sampler)
     option("run-seed", config.run_seed)
     words.append("--random-search" if config.random_search else "--no-random-search")
+    if config.screening:
+        words.append("--screening")
     for axis, value in sorted(config.changes.items()):
         option("set", f"{axis}={value}")
     for name, size in sorted(config.sizes.items()):
@@ -911,7 +913,7 @@ def status_table(record: RunRecord) -> list[list[str]]:
         c = t.candidate
         done = sum(cell.state == "completed" for cell in t.cells)
         state = f"= {c.duplicate_of}" if c.duplicate_of else t.state
-        word = outcome(t.gain, record.config.delta_min) if t.state in ("completed", "partial") else ""
+        word = outcome(t.gain, record.config.delta_min) if t.state in ("completed", "screened_out", "partial") else ""
         half = plots.interval(t, record.metric, record.config.z, record.noise)
         mean = number(t.mean) + (f" ± {number(half)}" if t.mean is not None and half is not None else "")
         rows.append(

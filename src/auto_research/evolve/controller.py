@@ -53,7 +53,7 @@ from auto_research.evolve.cells import (
 )
 from auto_research.evolve.events import EventLog, State, controller_alive, plan_file, rebuild, result_file
 from auto_research.evolve.plan import runs
-from auto_research.evolve.promotion import confirm, decide, noise_floor
+from auto_research.evolve.promotion import confirm, decide, noise_floor, survivors
 from auto_research.evolve.quarantine import FOLDER, list_all
 from auto_research.evolve.reading import confirmation_trials, read_run, search_seeds, search_trials
 from auto_research.evolve.records import (
@@ -385,7 +385,7 @@ class _Controller:
         champion, kept = "baseline", {d.generation: d for d in self._state.decisions}
         for generation in range(self.config.generations + 1):
             plan = self.plan(generation, champion)
-            self.run_cells(self._cells(plan.candidates, "search", self.seeds))
+            self.run_cells(self._cells(self._screened(generation, plan), "search", self.seeds))
             trials = self.search()
             if generation == 0 and not _completed(trials[0]):
                 break
@@ -400,6 +400,21 @@ class _Controller:
                     self.log.append("decided", decision=kept[generation].model_dump(mode="json"))
                 champion = kept[generation].champion
         self._conclude(champion)
+
+    def _screened(self, generation: int, plan: Plan) -> list[Candidate]:
+        """The candidates that get every seed: all, or those that one seed did not leave behind."""
+        if not (self.config.screening and self.workflow.select and generation and len(self.seeds) > 1):
+            return plan.candidates
+        self.run_cells(self._cells(plan.candidates, "search", self.seeds[:1]))
+        if not any(e["event"] == "screened" and e["generation"] == generation for e in self._state.events):
+            trials = {trial.candidate.id: trial for trial in self.search()}
+            noise = noise_floor(trials["baseline"], self.workflow.metric)
+            ran = [candidate.id for candidate in plan.candidates if runs(candidate)]
+            kept = survivors([trials[id] for id in ran], self.workflow, noise)
+            left = [id for id in ran if id not in kept]
+            self.log.append("screened", generation=generation, kept=kept, left=left)
+            self._state.screened_out.update(left)
+        return [candidate for candidate in plan.candidates if candidate.id not in self._state.screened_out]
 
     def _conclude(self, champion: str) -> None:
         """What follows the last generation: confirmation, random search, the test, the summary."""
@@ -544,8 +559,8 @@ class _Controller:
         self.log.append("confirmed", paired=paired.model_dump(mode="json") if paired else None)
 
     def _random_search(self, trials: Sequence[Trial]) -> None:
-        """As many random candidates as the search ran beside the baseline, on the same seeds: the same cells."""
-        count = sum(bool(trial.cells) for trial in trials) - 1
+        """Random candidates on the same seeds, as many as give the cells that the search ran beside the baseline."""
+        count = round(sum(len(trial.cells) for trial in trials[1:]) / len(self.seeds))
         if count < 1:
             return
         plan = self._planned("random", {"random": count})
@@ -615,7 +630,7 @@ class _Controller:
 
     def search(self) -> list[Trial]:
         """The trials of the search so far."""
-        return search_trials(self.config, self.workflow, self.plans, self.results)
+        return search_trials(self.config, self.workflow, self.plans, self.results, self._state.screened_out)
 
     def _cells(self, candidates: Sequence[Candidate], role: Role, seeds: Sequence[int]) -> list[Cell]:
         return [Cell(candidate, seed, role) for candidate in candidates if runs(candidate) for seed in seeds]

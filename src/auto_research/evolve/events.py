@@ -81,6 +81,7 @@ class State:
         corrupt: files that are not what they should be, with the reason.
         running: cell id -> number of its attempt that started and has not ended.
         queued: cells of the latest plans in their order that have not started.
+        screened_out: candidates that keep the one seed they were screened with.
         openings: times the finaliser was told to open the test part; unfinished if it left no result.
     """
 
@@ -95,6 +96,7 @@ class State:
     running: dict[str, int] = field(default_factory=dict)
     queued: dict[str, dict[str, Any]] = field(default_factory=dict)
     decisions: list[Decision] = field(default_factory=list)
+    screened_out: set[str] = field(default_factory=set)
     confirmed: Paired | None = None
     test: TestResult | None = None
     openings: int = 0
@@ -177,6 +179,8 @@ def _follow(state: State, event: dict[str, Any]) -> None:
             state.running.pop(event["cell"], None)
         case "decided":
             state.decisions.append(Decision.model_validate(event["decision"]))
+        case "screened":
+            state.screened_out.update(event["left"])
         case "confirmed":
             state.confirmed = Paired.model_validate(event["paired"]) if event["paired"] else None
         case "test_opened":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,11 @@ def _trials(
 
 
 def search_trials(
-    config: RunConfig, workflow: Workflow, plans: Mapping[str, Plan], cells: Mapping[str, CellResult]
+    config: RunConfig,
+    workflow: Workflow,
+    plans: Mapping[str, Plan],
+    cells: Mapping[str, CellResult],
+    screened_out: Collection[str],
 ) -> list[Trial]:
     """The trials of all generations in their order, duplicates and infeasible candidates among them."""
     seeds = search_seeds(config, workflow)
@@ -71,7 +75,11 @@ def search_trials(
         if not name.startswith("g"):
             continue
         for candidate in plan.candidates:
-            (trial,) = _trials([candidate], "search", seeds, cells, config, workflow, known, noise)
+            left = candidate.id in screened_out
+            wanted = seeds[:1] if left else seeds
+            (trial,) = _trials([candidate], "search", wanted, cells, config, workflow, known, noise)
+            if left and trial.state == "completed":
+                trial.state = "screened_out"
             known[candidate.id] = trial
         if "baseline" in known:
             noise = noise_floor(known["baseline"], workflow.metric)
@@ -112,7 +120,7 @@ def _record(state: State) -> RunRecord:
     """Everything a run's files say, with the verdict they allow."""
     config, workflow = state.config, find_workflow(state.config.workflow)
     cells = {**_unfinished(state), **state.cells}
-    trials = search_trials(config, workflow, state.plans, cells)
+    trials = search_trials(config, workflow, state.plans, cells, state.screened_out)
     by_id = {trial.candidate.id: trial for trial in trials}
     noise = noise_floor(by_id["baseline"], workflow.metric) if "baseline" in by_id else None
     confirmation = confirmation_trials(config, workflow, _candidates(state, "confirm"), cells)

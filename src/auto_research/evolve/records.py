@@ -39,8 +39,10 @@ CellState = Literal[
     "killed",
     "interrupted",
 ]
-TrialState = Literal["planned", "running", "completed", "partial", "failed", "duplicate", "infeasible"]
-Role = Literal["search", "screen", "confirm", "random", "test"]
+TrialState = Literal[
+    "planned", "running", "completed", "screened_out", "partial", "failed", "duplicate", "infeasible"
+]  # fmt: skip
+Role = Literal["search", "confirm", "random", "test"]
 Verdict = Literal["improved", "not improved", "no signal", "smoke: no conclusion", "measured"]
 
 
@@ -58,6 +60,7 @@ class RunConfig(Record):
         sizes: overrides of the workflow's sizes.
         seeds: of the search; confirm_seeds are fresh ones for the confirmation rung, empty without it.
         sampler: how generations after the first are proposed.
+        screening: one seed for every child; the others for the better half and what is within noise of it.
         where: what does not change results (workers, devices' names, storage, executor); not in the fingerprint.
     """
 
@@ -73,6 +76,7 @@ class RunConfig(Record):
     run_seed: int = 0
     sampler: Literal["planned", "tpe", "nsga2", "random"] = "planned"
     random_search: bool = True
+    screening: bool = False
     changes: dict[str, Any] = {}
     sizes: dict[str, int] = {}
     dataset_dir: str | None = None
@@ -94,6 +98,8 @@ class RunConfig(Record):
             mode="json",
             exclude={"run", "where", "trial_timeout_s", "stall_s", "memory_limit_mb", "retries", "forked_from"},
         )
+        if not self.screening:  # runs from before there was one stay what they are
+            del decides["screening"]
         return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -105,8 +105,8 @@ def directions(config: RunConfig, workflow: Workflow) -> list[str]:
 
 
 def outcome(config: RunConfig, workflow: Workflow, trial: Trial) -> tuple[list[float], dict[str, float]] | None:
-    """(objective values, constraints) of a completed trial; None for one that failed or lacks a seed."""
-    if trial.state != "completed" or trial.mean is None:
+    """(objective values, constraints) of a trial whose cells completed; None for one that failed or lacks a seed."""
+    if trial.state not in ("completed", "screened_out") or trial.mean is None:
         return None
     values = [trial.mean, trial.candidate.flops] if config.sampler == "nsga2" else [trial.mean]
     return values, {VIOLATIONS: float(len(workflow.violations(mean_metrics(trial))))}
