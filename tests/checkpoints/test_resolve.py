@@ -377,6 +377,12 @@ def _damage(folder: Path, kind: str) -> None:
             config_file.write_text(json.dumps(config | {"intermediate_size": 999}))
         case "missing layers":
             config_file.write_text(json.dumps(config | {"num_hidden_layers": 6}))
+        case "surplus layers":
+            config_file.write_text(json.dumps(config | {"num_hidden_layers": 2}))
+        case "value of the wrong kind":
+            config_file.write_text(json.dumps(config | {"hidden_size": "wide"}))
+        case "heads that do not divide the width":
+            config_file.write_text(json.dumps(config | {"num_attention_heads": 3}))
         case "unknown model type":
             config_file.write_text(json.dumps(config | {"model_type": "nothing-known"}))
         case "tokenizer of another model":
@@ -410,6 +416,9 @@ def _damage(folder: Path, kind: str) -> None:
         ("broken tokenizer", "cannot load the tokenizer of micro-lm"),
         ("wrong shape", r"do not fit config.json \(.*has shape .*and \d+ more\)"),
         ("missing layers", r"lacks \d+ of the weights that config.json asks for"),
+        ("surplus layers", r"has layers that config.json leaves out \(first: .*layers\.2\."),
+        ("value of the wrong kind", "cannot load the model of micro-lm .*expected int, got str"),
+        ("heads that do not divide the width", "cannot load the model of micro-lm .*not a multiple"),
         ("unknown model type", "cannot load the model of micro-lm"),
         ("tokenizer of another model", "the tokenizer has 2049 tokens but the model embeds 2048"),
         ("shard missing", "has no complete safetensors weights"),

@@ -13,6 +13,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -470,12 +471,16 @@ def _load_model(
             ignore_mismatched_sizes=True,  # reported below, in one sentence
             output_loading_info=True,
         )
-    _check_weights(resolved, report)
+    _check_weights(resolved, model, report)
     return model.to(device).eval().requires_grad_(not frozen)
 
 
-def _check_weights(resolved: Resolved, report: dict[str, Any]) -> None:
-    """Refuse weights that do not fill the model: Transformers would initialise the rest at random."""
+_LAYER = re.compile(r"\blayers?\.[0-9]+\.")
+
+
+def _check_weights(resolved: Resolved, model: nn.Module, report: dict[str, Any]) -> None:
+    """Refuse weights that do not fill the model (Transformers would initialise the rest at random), and layers that
+    the model has no place for (it would drop them)."""
     mismatched = sorted(report["mismatched_keys"])
     if mismatched:
         key, found, wanted = mismatched[0]
@@ -490,6 +495,15 @@ def _check_weights(resolved: Resolved, report: dict[str, Any]) -> None:
         raise UserError(
             f"{resolved.path}: the file lacks {len(missing)} of the weights that config.json asks for "
             f"(first: {missing[0]}); fetch the checkpoint again or correct its config.json"
+        )
+    built = {layer[0] for key in model.state_dict() if (layer := _LAYER.search(key))}
+    surplus = sorted(
+        key for key in report["unexpected_keys"] if (layer := _LAYER.search(key)) and layer[0] not in built
+    )
+    if surplus:
+        raise UserError(
+            f"{resolved.path}: the file has layers that config.json leaves out (first: {surplus[0]}); fetch the "
+            "checkpoint again or correct its config.json"
         )
 
 
@@ -520,17 +534,19 @@ def _load_tokenizer(resolved: Resolved, model: Any) -> Any:
 @contextmanager
 def _one_sentence(resolved: Resolved, part: str) -> Iterator[None]:
     """Turn what Transformers raises on a bad folder into one sentence; memory and device errors pass."""
+    from huggingface_hub.errors import StrictDataclassError  # a configuration with a value of the wrong kind
+
     try:
         yield
-    except (ValueError, KeyError, OSError, TypeError, AttributeError, ImportError) as error:
+    except (ValueError, KeyError, OSError, TypeError, AttributeError, ImportError, StrictDataclassError) as error:
         asks_for_code = "trust_remote_code" in str(error)
-        reason = "it asks to run its own code" if asks_for_code else f"{type(error).__name__}: {_first_line(error)}"
+        reason = "it asks to run its own code" if asks_for_code else f"{type(error).__name__}: {_one_line(error)}"
         raise UserError(
             f"cannot load the {part} of {resolved.name} from {resolved.path} ({reason}); "
             "fetch the checkpoint again or pass another folder"
         ) from error
 
 
-def _first_line(error: BaseException) -> str:
-    line = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
+def _one_line(error: BaseException) -> str:
+    line = " ".join(str(error).split()) or "no message"
     return line if len(line) <= 200 else line[:200] + "..."
