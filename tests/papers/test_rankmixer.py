@@ -290,3 +290,14 @@ def rule_on(gaps):
 )
 def test_decision_rule_of_the_protocol(gaps, verdict):
     assert rule_on(gaps) == verdict
+
+
+def test_the_full_budget_takes_movielens_1m_and_nothing_else(tmp_path, monkeypatch):
+    from auto_research.papers._registry import adapter
+    from auto_research.runtime.errors import MissingData
+    from auto_research.study.context import Study
+
+    monkeypatch.setenv("AUTO_RESEARCH_CACHE", str(tmp_path / "cache"))
+    study = Study(adapter("rankmixer").card, budget="full", device="cpu", dataset_dir=tmp_path, quiet=True)
+    with pytest.raises(MissingData, match="auto-research prepare ml-1m"):
+        adapter("rankmixer").load()(study)

@@ -361,7 +361,8 @@ def run(study: Study) -> Comparison:
     """Trains arms a to h on explicit feedback and applies the decision rule."""
     device = device_for(study.device)
     with study.stage("features", trains=False):
-        interactions = study.dataset().subset_users(study.size("users", smoke=120, standard=10_000), seed=0)
+        interactions = study.dataset("ml-1m" if study.budget == "full" else None)
+        interactions = interactions.subset_users(study.size("users", smoke=120, standard=10_000), seed=0)
         task = ClickTask(
             interactions,
             history_length=32,
@@ -369,13 +370,13 @@ def run(study: Study) -> Comparison:
         )
     if interactions.users is None:
         study.note(f"{interactions.name} has no demographics: the profile group is absent and slices shift")
-    config = RankMixerConfig(width=study.size("width", smoke=32, standard=32))
+    config = RankMixerConfig(width=study.size("width", smoke=32, standard=32, full=64))
     baseline, *candidates = variants(task, config)
     return study.compare(
         task,
         baseline=baseline,
         candidates=candidates,
-        steps=study.steps("ranker", smoke=12, standard=400),  # 2.5 passes over ML-100K
+        steps=study.steps("ranker", smoke=12, standard=400, full=4000),  # 2.5 passes over ML-100K and over ML-1M
         device=device,
         recipe=Recipe(
             batch_size=study.size("batch", smoke=128, standard=512),
