@@ -420,6 +420,7 @@ def configure(given: dict[str, Any]) -> RunConfig:
         "z": given["confidence_z"],
         "delta_min": given["minimum_gain"],
         "confirm_z": given["confirm_z"],
+        "trial_timeout_s": chosen.cell_seconds[given["budget"]],
         "where": {
             **_side_by_side(given, device),
             **_where(given),
