@@ -1,0 +1,113 @@
+"""The smoke run of every workflow as a user starts it, from the command line to the board, without a network."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from auto_research.evolve import promotion
+from auto_research.evolve.board import headline
+from auto_research.evolve.reading import read_run
+from auto_research.evolve.records import RunRecord, Trial
+from auto_research.evolve.workflows import WORKFLOWS
+
+CALL = "from auto_research.cli.main import main; main()"
+
+
+def no_network() -> list[str]:
+    """What puts a command into a network of its own, without any other machine; nothing where that is not allowed."""
+    isolated = ["unshare", "--map-root-user", "--net"]
+    allowed = shutil.which("unshare") and not subprocess.run([*isolated, "true"], capture_output=True).returncode
+    return isolated if allowed else []
+
+
+@pytest.fixture(scope="module", params=list(WORKFLOWS))
+def smoke(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunRecord, Path]:
+    root = tmp_path_factory.mktemp("runs")
+    call = [sys.executable, "-c", CALL, "evolve", "run", "--workflow", request.param, "--run", "smoke"]
+    command = [*no_network(), *call, "--output", str(root)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = read_run(root / "smoke")
+    assert done.stdout.splitlines()[-1] == f"Board: {root / 'smoke' / 'board.html'}"
+    assert headline(record)[0] in done.stdout, "the verdict is printed"
+    return record, root / "smoke"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1600)
+def test_a_smoke_run_ends_with_a_board_and_meets_its_row(smoke: tuple[RunRecord, Path]) -> None:
+    record, folder = smoke
+    assert record.status == "finished"
+    assert record.verdict == ("measured" if record.config.workflow == "scaling-law" else "smoke: no conclusion")
+    assert record.level == "smoke"
+    assert "Improved" not in record.sentence
+    assert all(trial.state == "completed" for trial in record.trials), [t.state for t in record.trials]
+    assert record.test is not None
+    assert record.test.openings == 1
+    assert record.prepared is not None
+    assert all(n == 0 for name, n in record.prepared.hygiene.items() if "share" in name)
+    page = (folder / "board.html").read_text(encoding="utf-8")
+    assert 'href="http' not in page
+    assert "src=" not in page
+    CHECKS[record.config.workflow](record)
+
+
+def metrics(trial: Trial) -> dict[str, float]:
+    return promotion.mean_metrics(trial)
+
+
+def best_floor(record: RunRecord) -> float:
+    assert record.prepared is not None
+    return (max if record.direction == "max" else min)(record.prepared.floors.values())
+
+
+def ranking(record: RunRecord) -> None:
+    assert [t.candidate.operators for t in record.trials] == [[], ["longer"], ["shared-ffn"]]
+    for trial in record.trials:
+        assert trial.mean is not None
+        assert trial.mean > best_floor(record), f"{trial.candidate.id} is not above popularity"
+
+
+def language(record: RunRecord) -> None:
+    found = [metrics(trial) for trial in record.trials]
+    assert all(m["perplexity"] < 300 and m["fitness"] > best_floor(record) for m in found)
+    assert [m["kv_bytes_per_token"] for m in found] == [2048, 1024, 512, 2048, 2048]
+    assert record.summary["sentence"].startswith("No difference beyond noise can be shown")
+
+
+def vision(record: RunRecord) -> None:
+    for trial in record.trials:
+        accuracy = metrics(trial)["accuracy"]
+        assert accuracy > best_floor(record)
+        assert accuracy >= 0.95 if trial.candidate.genome["model.positions"] == "on" else accuracy <= 0.80
+
+
+def post_training(record: RunRecord) -> None:
+    assert record.trials[0].candidate.genome["post.loss"] == "sft", "the control"
+    for trial in record.trials:
+        found = metrics(trial)
+        assert found["accuracy"] > max(0.15, best_floor(record))
+        assert trial.candidate.genome["post.loss"] == "sft" or found["pair_yield"] > 0
+    assert "The control" in record.summary["sentence"]
+
+
+def scaling(record: RunRecord) -> None:
+    points = sorted((metrics(t)["compute"], metrics(t)["loss"]) for t in record.trials)
+    losses = [loss for _, loss in points]
+    assert losses == sorted(losses, reverse=True), "loss falls with compute"
+    assert max(losses) < best_floor(record)
+    assert record.summary["target"]["holds"]
+
+
+CHECKS = {
+    "rankmixer-movielens": ranking,
+    "llm-wikitext": language,
+    "vlm-shapes": vision,
+    "arithmetic": post_training,
+    "scaling-law": scaling,
+}
