@@ -327,6 +327,9 @@ def test_scores_and_what_is_stored(
     assert 0 < scores.metrics["kl"] < 10
     assert scores.metrics["sampled_accuracy"] <= scores.metrics["pass@4"] <= 1
     assert {"format_rate", "mean_length", "margin", "pair_yield", "warmup_accuracy"} <= set(scores.metrics)
+    held = arithmetic.test(artefact, data.parts["validation"], data, sizes, "cpu")
+    assert held.units == scores.units
+    assert set(scores.metrics) - set(held.metrics) == set(artefact.facts), "counts of training are no test metrics"
     arithmetic.save(artefact, tmp_path)
     genome = arithmetic.space.resolve({"post.loss": "ipo"})
     restored = Arithmetic().restore(genome, data, tmp_path, sizes, "cpu")

@@ -432,7 +432,7 @@ def score(artefact: Artefact, problems: Problems, sizes: Sizes, device: str) -> 
         both = [(asked, problems.solutions[pair]), (asked, rejected[pair])]
         chosen_rejected = [model.log_probabilities(*one)[0] for model in (policy, start) for one in both]
         metrics["margin"] = float(preference.margin(*chosen_rejected).double().mean())
-    return Scores(metrics | artefact.facts, verdict.correct.double().tolist())
+    return Scores(metrics, verdict.correct.double().tolist())
 
 
 def parameter_shapes(sizes: Sizes) -> dict[str, list[int]]:

@@ -359,7 +359,9 @@ class Arithmetic(Workflow):
     def validate(self, artefact: Artefact, data: Data, sizes: Sizes, device: str) -> Scores:
         from auto_research.evolve.workflows import _arithmetic as policies
 
-        return policies.score(artefact, data.parts["validation"], sizes, device)
+        scores = policies.score(artefact, data.parts["validation"], sizes, device)
+        scores.metrics |= artefact.facts
+        return scores
 
     def test(self, artefact: Artefact, test: Problems, data: Data, sizes: Sizes, device: str) -> Scores:
         from auto_research.evolve.workflows import _arithmetic as policies
