@@ -24,6 +24,7 @@ from auto_research.evolve.board_plots import number, short, signed
 from auto_research.evolve.lineage import attribution
 from auto_research.evolve.promotion import Direction, paired, pareto_ranks
 from auto_research.evolve.records import Attempt, Candidate, CellResult, Paired, RunConfig, RunRecord, Trial
+from auto_research.evolve.workflow import must_be_zero
 from auto_research.runtime.records import write_text_atomic
 
 if TYPE_CHECKING:
@@ -597,7 +598,7 @@ def hygiene(record: RunRecord) -> list[tuple[str, int, str]]:
     if record.prepared is None:
         return []
     return [
-        (name, value, ("bad" if value else "good") if re.search(r"\bshare\b|overlap|leak", name) else "plain")
+        (name, value, ("bad" if value else "good") if must_be_zero(name) else "plain")
         for name, value in record.prepared.hygiene.items()
     ]
 

@@ -69,7 +69,7 @@ from auto_research.evolve.records import (
 )
 from auto_research.evolve.slots import MIB, Slot, slots_for
 from auto_research.evolve.space import Value
-from auto_research.evolve.workflow import Workflow
+from auto_research.evolve.workflow import Workflow, must_be_zero
 from auto_research.evolve.workflows import workflow as find_workflow
 from auto_research.execution import Executor
 from auto_research.runtime.errors import UserError, nearest
@@ -513,7 +513,7 @@ class _Controller:
             found = self._isolated("prepare", "auto_research.evolve.isolated:prepare", {})
             prepared = self._state.prepared = Prepared.model_validate(found)
             self.log.keep("prepared", files.PREPARED, prepared, hygiene=prepared.hygiene)
-        leaks = [f"{name}: {n}" for name, n in prepared.hygiene.items() if n and _is_overlap(name)]
+        leaks = [f"{name}: {n}" for name, n in prepared.hygiene.items() if n and must_be_zero(name)]
         if leaks:
             self.log.append("leak", overlaps=leaks)
             raise UserError(
@@ -910,10 +910,6 @@ def _no_space(folder: Path) -> RunStopped:
 def _completed(trial: Trial) -> bool:
     """Whether any seed of a trial completed."""
     return any(cell.state == "completed" for cell in trial.cells)
-
-
-def _is_overlap(name: str) -> bool:
-    return "share" in name or "overlap" in name
 
 
 def _replicate(candidate: Candidate) -> Candidate:
