@@ -368,6 +368,8 @@ def _damage(folder: Path, kind: str) -> None:
             config_file.write_text('{"model_type": ')
         case "config is a list":
             config_file.write_text("[1]")
+        case "config is empty":
+            config_file.write_text("{}")
         case "no tokenizer":
             for file in folder.glob("tokenizer*"):
                 file.unlink()
@@ -412,6 +414,7 @@ def _damage(folder: Path, kind: str) -> None:
         ("no config", "has no config.json"),
         ("config is not JSON", "config.json is not readable JSON"),
         ("config is a list", "does not hold a JSON object"),
+        ("config is empty", "config.json names no width such as hidden_size"),
         ("no tokenizer", "has no tokenizer"),
         ("broken tokenizer", "cannot load the tokenizer of micro-lm"),
         ("wrong shape", r"do not fit config.json \(.*has shape .*and \d+ more\)"),

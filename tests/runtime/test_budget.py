@@ -36,7 +36,9 @@ def test_the_environment_of_the_process_is_the_default(monkeypatch: pytest.Monke
     assert Overrides("sort-gen", DOCUMENTED).get("steps") == 5
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "+1", "1.5", "1e3", "1_000", " 1", "", "ten", "٣", "0x10"])
+@pytest.mark.parametrize(
+    "value", ["0", "-1", "+1", "1.5", "1e3", "1_000", " 1", "", "ten", "٣", "0x10", "9" * 19, "9" * 5000]
+)
 def test_a_value_that_is_no_positive_integer(value: str) -> None:
     with pytest.raises(UserError) as error:
         Overrides("sort-gen", DOCUMENTED, {"AUTO_RESEARCH_SORT_GEN_STEPS": value})

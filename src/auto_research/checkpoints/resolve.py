@@ -46,6 +46,8 @@ __all__ = [
 ]
 
 Kind = Literal["causal_lm", "text_encoder", "vision_language_model"]
+WIDTHS = frozenset(("hidden_size", "n_embd", "d_model", "dim", "text_config"))
+"""Fields of a configuration of which the models here have one."""
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 """What is fetched from the hub: never a pickle, never code."""
 
@@ -458,7 +460,13 @@ def _load_model(
     import transformers
 
     check_folder(resolved.path)
-    known = "model_type" in read_config(resolved.path)
+    config = read_config(resolved.path)
+    if not WIDTHS & config.keys():  # Transformers would build its default, often of billions of parameters
+        raise UserError(
+            f"{resolved.path}/config.json names no width such as hidden_size, so it describes no model; fetch the "
+            "checkpoint again or correct its config.json"
+        )
+    known = "model_type" in config
     cls = getattr(transformers, auto_class if known else explicit_class)
     dtype = _dtype.get() if dtype is None else dtype
     with quiet(), _one_sentence(resolved, "model"):

@@ -82,9 +82,12 @@ class Overrides:
         return dict(self._used)
 
     def _positive(self, variable: str, text: str) -> int:
-        if not re.fullmatch(r"[0-9]+", text) or int(text) == 0:
-            raise UserError(f"{variable}={text!r} is not a positive integer. {self._help()}")
-        return int(text)
+        number = re.fullmatch(r"0*([1-9][0-9]{0,17})", text)  # fits an int64
+        if number is None:
+            shown = text if len(text) <= 40 else f"{text[:37]}..."
+            limit = " of at most 18 digits" if re.fullmatch(r"[0-9]{19,}", text) else ""
+            raise UserError(f"{variable}={shown!r} is not a positive integer{limit}. {self._help()}")
+        return int(number[1])
 
     def _help(self) -> str:
         if not self.documented:
