@@ -42,7 +42,7 @@ def test_the_environment_of_the_process_is_the_default(monkeypatch: pytest.Monke
 def test_a_value_that_is_no_positive_integer(value: str) -> None:
     with pytest.raises(UserError) as error:
         Overrides("sort-gen", DOCUMENTED, {"AUTO_RESEARCH_SORT_GEN_STEPS": value})
-    assert repr(value) in str(error.value)
+    assert repr(value)[:38] in str(error.value)
     assert "AUTO_RESEARCH_SORT_GEN_BEAM_WIDTH (beams in decoding)" in str(error.value)
 
 
