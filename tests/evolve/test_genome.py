@@ -291,6 +291,10 @@ def test_a_no_op_that_describes_itself_as_a_change_ends_as_duplicate(monkeypatch
     child = candidate({"model.rescue": "on"}, [BASELINE], workflow=work)
     assert child.fingerprint != BASELINE.fingerprint
     assert (child.duplicate_of, child.reason) == ("baseline", "rescue changes nothing of what baseline computes")
+    monkeypatch.setattr(Attention, "operators", ())  # a mere axis is no better
+    mutated = candidate({"model.rescue": "on"}, [BASELINE], workflow=Attention())
+    assert mutated.origin == "hyperparameter-mutation"
+    assert mutated.reason == "model.rescue changes nothing of what baseline computes"
     twice = candidate({"model.rescue": "on"}, [child.model_copy(update={"genome": BASE})], workflow=work)
     assert twice.duplicate_of == "baseline", "never a duplicate of a duplicate"
 

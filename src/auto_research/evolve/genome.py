@@ -25,6 +25,7 @@ from auto_research.runtime.errors import UserError
 PROBES = ("forward", "loss", "data_order", "generated", "cost")
 """What a change of an axis must move at least one of."""
 
+CHANGED: tuple[Origin, ...] = ("paper-operator", "hyperparameter-mutation", "combination")
 NEVER_RUN: tuple[Origin, ...] = ("evidence-only", "quarantined")
 
 
@@ -222,8 +223,8 @@ def make_candidate(
 ) -> Candidate:
     """A candidate with everything that is known before it runs.
 
-    A genome that no rule repairs gives a candidate with a `reason` and without a fingerprint: it is infeasible. An
-    operator that moves no probe of its parent is a duplicate of it at once, whatever it describes.
+    A genome that no rule repairs gives a candidate with a `reason` and without a fingerprint: it is infeasible. One
+    that moves no probe of its parent is a duplicate of it at once, whatever the workflow describes.
 
     Args:
         genome: values of axes; missing ones take their defaults.
@@ -258,11 +259,12 @@ def make_candidate(
         cost=cost.extra,
         **provenance(workflow, made, parents, sampler, repaired=space.difference(proposed, made)),
     )
-    if mark and candidate.origin == "paper-operator":
+    if mark and sampler != "fixed" and candidate.origin in CHANGED:
         parent = space.resolve(parents[0].genome)
         if _probe(workflow, parent, sizes, data) == _probe(workflow, made, sizes, data):
             candidate.duplicate_of = parents[0].duplicate_of or parents[0].id
-            candidate.reason = f"{candidate.operators[0]} changes nothing of what {candidate.duplicate_of} computes"
+            what = " and ".join(candidate.operators or candidate.difference)
+            candidate.reason = f"{what} changes nothing of what {candidate.duplicate_of} computes"
     return candidate
 
 
