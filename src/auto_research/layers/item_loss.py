@@ -118,6 +118,41 @@ def sampled_softmax_loss(
     return _mean_cross_entropy(hidden, target, items, bias, slot[target], drawn, block)
 
 
+def corrected_softmax_loss(
+    hidden: Tensor,
+    target: Tensor,
+    items: Tensor,
+    drawn: Tensor,
+    log_q: Tensor,
+    barred: Tensor | None = None,
+) -> Tensor:
+    """Softmax of the target against negatives drawn unevenly, each negative's logit less log Q of its item.
+
+    With that correction the sum over the drawn ones estimates the sum over all items, and the loss the full softmax;
+    without it items that are drawn often, the popular ones, would be pushed down. The target is always present (Q = 1),
+    so its own logit needs none. Negatives that equal a state's own target, or that are barred for it (positives of the
+    same user), do not compete. In float32 at least.
+
+    Shapes: hidden (N, D), target (N,), items (I + 1, D), drawn (M,) with repetitions, log_q (I + 1,) logarithm of how
+    often an item is expected among the M, barred (N, M) bool.
+    """
+    exact = torch.promote_types(hidden.dtype, torch.float32)
+    own = (hidden * items[target]).sum(-1).to(exact)
+    negative = (hidden @ items[drawn].T).to(exact) - log_q[drawn]
+    out = drawn == target[:, None]
+    negative = negative.masked_fill(out if barred is None else out | barred, -torch.inf)
+    return (torch.cat([own[:, None], negative], 1).logsumexp(1) - own).mean()
+
+
+def mixture_log_q(counts: Tensor, in_batch: int, uniform: int) -> Tensor:
+    """log of the expected number of draws of each item, (I + 1,) counts in training -> (I + 1,); row 0 is padding.
+
+    `in_batch` negatives come from the targets of the batch, that is by popularity, and `uniform` ones from all items.
+    """
+    share = counts.double() / counts[1:].sum().clamp(min=1)
+    return (in_batch * share + uniform / (len(counts) - 1)).clamp(min=1e-12).log().float()
+
+
 def binary_loss(
     hidden: Tensor, target: Tensor, items: Tensor, bias: Tensor | None = None, *, negatives: int = 1
 ) -> Tensor:

@@ -57,18 +57,28 @@ def gaussian_win(difference: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
     return torch.special.log_ndtr(z), torch.special.log_ndtr(-z)
 
 
-def order_loss(win: tuple[Tensor, Tensor], first: Tensor, second: Tensor, weight: Tensor | None = None) -> Tensor:
+def order_loss(
+    win: tuple[Tensor, Tensor],
+    first: Tensor,
+    second: Tensor,
+    weight: Tensor | None = None,
+    *,
+    kept: Tensor | None = None,
+) -> Tensor:
     """Mean cross-entropy of "i before j" against the order of `first` and `second`; equal values make no pair.
 
     Shapes: win, log P and log(1 - P), (B, P); first, second (B, P) or (B, P, K), where each of the K orders gives a
-    label of its own and the mean is over all their pairs; weight (B, P) multiplies the loss of a pair.
+    label of its own and the mean is over all their pairs; weight (B, P) multiplies the loss of a pair; pairs that are
+    not `kept` (B, P) bool do not count.
     """
     log_win, log_loss = (part if first.dim() == 2 else part[..., None] for part in win)
     loss = -torch.where(first > second, log_win, log_loss)
-    kept = first != second
+    counted = first != second
+    if kept is not None:
+        counted = counted & (kept if first.dim() == 2 else kept[..., None])
     if weight is not None:
         loss = loss * (weight if first.dim() == 2 else weight[..., None])
-    return (loss * kept).sum() / kept.sum().clamp(min=1)
+    return (loss * counted).sum() / counted.sum().clamp(min=1)
 
 
 def min_max_weight(uncertainty: Tensor, scale: float) -> Tensor:
