@@ -507,9 +507,107 @@ def test_sending_a_device_tensor_to_another_process_is_named():
     from multiprocessing.reduction import ForkingPickler
 
     with rehearse(keep_going=True) as report:
-        tensor = torch.ones(3, device="cuda")
-        with pytest.raises(RuntimeError, match="send CPU tensors"):
-            ForkingPickler.dumps(tensor)
-        ForkingPickler.dumps(tensor.cpu())
+        tensor = torch.arange(6.0, device="cuda").view(2, 3).bfloat16()
+        arrived = pickle.loads(ForkingPickler.dumps(tensor))
+        assert arrived.is_cuda
+        assert torch.equal(arrived, tensor)
+        host = pickle.loads(ForkingPickler.dumps(nn.Parameter(tensor.cpu())))
+        assert not host.is_cuda
     (finding,) = report.findings
-    assert (finding.rule, finding.file) == ("MP-1", __file__)
+    assert (finding.rule, finding.level, finding.file) == ("MP-1", "warning", __file__)
+
+
+def test_sparse_tensors_of_device_parts_are_sparse_and_on_the_card(report):
+    edges, weights = torch.tensor([[0, 1], [1, 0]], device="cuda"), torch.ones(2, device="cuda", requires_grad=True)
+    graph = torch.sparse_coo_tensor(edges, weights, (2, 2))
+    assert graph.is_cuda
+    assert graph.layout is torch.sparse_coo
+    torch.sparse.mm(graph, torch.ones(2, 3, device="cuda")).sum().backward()
+    assert weights.grad is not None
+    assert weights.grad.is_cuda
+    assert torch.sparse_coo_tensor([[0], [1]], [1.0], (2, 2), device="cuda").is_cuda
+    assert torch.sparse_csr_tensor([0, 1, 2], [0, 1], torch.ones(2, device="cuda"), (2, 2)).is_cuda
+    assert torch.sparse_coo_tensor((2, 2), device="cuda").is_cuda
+    assert not torch.sparse_coo_tensor((2, 2)).is_cuda
+
+
+def test_lengths_of_ctc_may_stay_on_the_host(report):
+    scores = torch.randn(10, 2, 5, device="cuda", requires_grad=True)
+    plain = scores.detach().cpu().requires_grad_()
+    targets, inputs, lengths = torch.tensor([[1, 2], [3, 4]]), torch.tensor([10, 9]), torch.tensor([2, 2])
+    loss = F.ctc_loss(scores.log_softmax(2), targets, inputs, lengths)
+    loss.backward()
+    F.ctc_loss(plain.log_softmax(2), targets, inputs, lengths).backward()
+    assert loss.is_cuda
+    assert torch.allclose(scores.grad.cpu(), plain.grad)
+
+
+def test_one_hot_of_known_width_does_not_wait(report):
+    ids = torch.tensor([0, 2], device="cuda")
+    assert F.one_hot(ids, 3).is_cuda
+    assert sum(report._session.syncs.values()) == 0
+    F.one_hot(ids)
+    assert sum(report._session.syncs.values()) > 0
+
+
+def test_forward_mode_through_a_layer(report):
+    layer, x = nn.Linear(3, 2).cuda(), torch.rand(4, 3, device="cuda")
+    _, tangent = torch.func.jvp(layer, (x,), (torch.ones_like(x),))
+    assert tangent.is_cuda
+    assert torch.allclose(tangent, torch.ones_like(x) @ layer.weight.T)
+
+
+def test_a_function_with_an_unused_output_gets_zeros_on_the_card(report):
+    class Both(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * 2, x * 3
+
+        @staticmethod
+        def backward(ctx, first, second):
+            (x,) = ctx.saved_tensors
+            return first * 2 + second * x
+
+    x = torch.ones(3, device="cuda", requires_grad=True)
+    Both.apply(x)[0].sum().backward()
+    assert x.grad.is_cuda
+    assert x.grad.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_two_cards_do_not_mix():
+    with rehearse(keep_going=True, device_count=2) as report:
+        first, second = torch.ones(3, device="cuda:0"), torch.ones(3, device="cuda:1")
+        second.copy_(first)
+        assert (first.to("cuda:1") + second).get_device() == 1
+        torch._foreach_add([first, second], [first, second])
+        assert report.findings == []
+        first + second
+        nn.Linear(3, 2).to("cuda:1")(first)
+    assert [finding.rule for finding in report.findings] == ["DEV-1", "DEV-1"]
+    assert "cuda:0 and cuda:1" in report.findings[0].message
+
+
+def test_hidden_cards_refuse(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with rehearse(keep_going=True) as report:
+        assert not torch.cuda.is_available()
+        torch.ones(3).cuda()
+    (finding,) = report.findings
+    assert (finding.rule, finding.message) == ("DEV-5", "No CUDA GPUs are available")
+
+
+def test_errors_of_the_host_are_no_faults_of_a_card():
+    def position():
+        return [1, 2][4]
+
+    def host_table():
+        return nn.Embedding(3, 2)(torch.tensor([5]))
+
+    def dimension():
+        return torch.ones(3, device="cuda").sum(dim=4)
+
+    for program in (position, host_table, dimension):
+        with pytest.raises(IndexError), rehearse(keep_going=True) as report:
+            program()
+        assert report.findings == []

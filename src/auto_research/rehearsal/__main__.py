@@ -123,7 +123,12 @@ def _run(module: str | None, rest: list[str], session: Session) -> str:
             runpy.run_path(rest[0], run_name="__main__")
         return ""
     except SystemExit as exit_:
-        return _exit_reason(exit_.code)
+        if isinstance(exit_.code, str):
+            sys.stderr.write(f"{exit_.code}\n")  # as the interpreter does
+        text = _exit_reason(exit_.code)
+        if text:
+            session.note(text)
+        return text
     except KeyboardInterrupt:
         raise
     except BaseException as error:

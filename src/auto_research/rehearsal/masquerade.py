@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copyreg
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -14,7 +15,7 @@ from .kernels import count_transfer
 from .patching import Patches
 from .placement import HOST, card_generators, ordinal
 from .rules import argument_texts
-from .session import Session, running
+from .session import Session, active, running
 from .tensor import Tag, put_on_card, quiet, storage_of, storages, tag_of, take_off_card
 
 RealDevice: Final = type(torch.device("cpu"))
@@ -493,13 +494,66 @@ def _storage_pin_memory(self: Any, device: Any = None) -> Any:
     return new
 
 
-def _storage_share(self: Any, *args: Any, **kwargs: Any) -> Any:
-    running().recorder.fault(
-        "MP-1",
-        "a device tensor is sent to another process (CUDA IPC); the rehearsal cannot rehearse the "
-        "lifetime rules of shared device memory",
-    )
-    raise RuntimeError("device tensors cannot be shared between processes in a rehearsal; send CPU tensors")
+def _storage_new_shared(original: Callable[..., Any]) -> Any:
+    """Loader workers collate into shared storages; one on the card needs no sharing."""
+
+    def new_shared(cls: Any, size: int, *, device: Any = "cpu") -> Any:
+        place = as_device(device)
+        if place is None or place.type != "cuda":
+            return original(size, device=device)
+        new: Any = torch.UntypedStorage(size)
+        new._tag = Tag(size, ordinal(running(), place), running().meter, "storage")
+        return new
+
+    return classmethod(new_shared)
+
+
+def _reduce_to_process(reduce: Callable[..., Any]) -> Callable[..., Any]:
+    """MP-1: a device tensor that goes to another process travels through host memory."""
+
+    def reduce_tensor(tensor: Tensor) -> Any:
+        tag = tag_of(tensor)
+        if tag is None or tensor.layout is not torch.strided:
+            return reduce(tensor)
+        running().recorder.fault(
+            "MP-1",
+            "a device tensor is sent to another process (CUDA IPC); the lifetime rules of shared device memory are not "
+            "rehearsed",
+            op="send",
+            arguments=argument_texts(("tensor",), (tensor,), {}),
+        )
+        with quiet():
+            content = _base.numpy(tensor.detach().contiguous().reshape(-1).view(torch.uint8)).tobytes()
+        described = (tensor.dtype, tuple(tensor.shape), isinstance(tensor, torch.nn.Parameter), tensor.requires_grad)
+        return _received, (content, tag.index, *described)
+
+    return reduce_tensor
+
+
+def _received(
+    content: bytes, index: int, dtype: torch.dtype, shape: tuple[int, ...], parameter: bool, requires_grad: bool
+) -> Tensor:
+    """A device tensor as it arrives; on the host where no rehearsal runs."""
+    with quiet():
+        tensor = torch.empty(shape, dtype=dtype, device=HOST)
+        if content:
+            tensor.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    session = active()
+    if session is not None:
+        put_on_card(tensor, index, session.meter, "receive")
+    return torch.nn.Parameter(tensor, requires_grad) if parameter else tensor.requires_grad_(requires_grad)
+
+
+def _install_reductions(patches: Patches) -> None:
+    from multiprocessing.reduction import ForkingPickler
+
+    import torch.multiprocessing  # registers the reducers that are wrapped here
+
+    table: dict[Any, Any] = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
+    for kind in (Tensor, torch.nn.Parameter):
+        before = table[kind]
+        table[kind] = _reduce_to_process(before)
+        patches.on_undo(partial(table.__setitem__, kind, before))
 
 
 # --- generators ------------------------------------------------------------------------------------------------------
@@ -806,6 +860,7 @@ def install(patches: Patches) -> None:
     for name in _NEWS:
         patches.set(tensor, name, _with_device(getattr(_base, name)))
     _install_storage(patches)
+    _install_reductions(patches)
     functions: Any = torch
     for names, wrap in ((_BUILDERS, _builder), (_FACTORIES, _factory), (_LIKES, _with_device)):
         for name in names:
@@ -840,7 +895,7 @@ def _install_storage(patches: Patches) -> None:
         ("cuda", _storage_cuda),
         ("pin_memory", _storage_pin_memory),
         ("is_pinned", lambda self, device=None: self._pinned),
-        ("_share_cuda_", _storage_share),
+        ("_new_shared", _storage_new_shared(storage._new_shared)),
     ):
         patches.set(storage, name, method)
 

@@ -350,6 +350,13 @@ def ordinal(session: Session, device: torch.device) -> int:
         RuntimeError: (DEV-5) the card has no such ordinal.
     """
     index = session.current if device.index is None else device.index
+    if not session.used and session.visible() == 0:
+        session.recorder.fault(
+            "DEV-5",
+            "No CUDA GPUs are available",
+            arguments=(f"device: {device}", "CUDA_VISIBLE_DEVICES hides every card"),
+            fix="ask torch.cuda.is_available() first, or leave CUDA_VISIBLE_DEVICES alone",
+        )
     if index >= session.device_count:
         session.recorder.fault(
             "DEV-5",
@@ -359,6 +366,7 @@ def ordinal(session: Session, device: torch.device) -> int:
         )
         return 0
     if session.bad_fork:
+        session.bad_fork = False  # nothing works from here on: one report says it all
         session.recorder.fault(
             "DEV-8",
             "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the "
@@ -393,7 +401,8 @@ def check_fork(session: Session, operator: str, args: tuple[Any, ...], kwargs: d
     """DEV-8: an operator on a device tensor that a forked child inherited."""
     for value in (*args, *kwargs.values()):
         for item in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(item, Tensor) and tag_of(item) is not None:
+            if session.bad_fork and isinstance(item, Tensor) and tag_of(item) is not None:
+                session.bad_fork = False
                 session.recorder.fault(
                     "DEV-8",
                     "CUDA error: initialization error",

@@ -68,6 +68,14 @@ class Session:
         self.syncs[(kind, str(current_site()))] += 1
         self.syncs_per_step[-1] += 1
 
+    def visible(self) -> int:
+        """How many cards ``CUDA_VISIBLE_DEVICES`` leaves to the script."""
+        listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if listed is None:
+            return self.device_count
+        entries = [entry for entry in listed.split(",") if entry.strip() and entry.strip() != "-1"]
+        return min(len(entries), self.device_count)
+
     def step(self) -> None:
         """An optimiser finished a step."""
         self.steps += 1

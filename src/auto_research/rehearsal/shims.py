@@ -272,14 +272,6 @@ def _exchange_device(index: int) -> int:
     return previous
 
 
-def _visible_devices(session: Session) -> int:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return session.device_count
-    listed = [entry for entry in visible.split(",") if entry.strip() and entry.strip() != "-1"]
-    return min(len(listed), session.device_count)
-
-
 def _synchronize(device: Any = None) -> None:
     running().sync("synchronize")
 
@@ -366,8 +358,8 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 def install(patches: Patches, session: Session, push_mode: Callable[[], Any]) -> None:
     """Replace the functions of ``torch.cuda``, ``torch.accelerator``, optimisers, threads and compilation."""
     cuda: Any = torch.cuda
-    available = lambda: _visible_devices(session) > 0  # noqa: E731
-    count = lambda: _visible_devices(session)  # noqa: E731
+    available = lambda: session.visible() > 0  # noqa: E731
+    count = lambda: session.visible()  # noqa: E731
     replacements: dict[str, Any] = {
         "is_available": available,
         "device_count": count,
@@ -510,8 +502,8 @@ def _install_accelerator(patches: Patches, session: Session) -> None:
         ("_accelerator_getMemoryInfo", _mem_get_info),
     ):
         patches.set(core, name, value)
-    patches.set(accelerator, "is_available", lambda: _visible_devices(session) > 0)
-    patches.set(accelerator, "device_count", lambda: _visible_devices(session))
+    patches.set(accelerator, "is_available", lambda: session.visible() > 0)
+    patches.set(accelerator, "device_count", lambda: session.visible())
     patches.set(accelerator, "current_accelerator", here)
     patches.set(accelerator, "memory_stats", _memory_stats)
     patches.set(accelerator.memory, "memory_stats", _memory_stats)
