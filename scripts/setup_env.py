@@ -1,8 +1,8 @@
 """Sets up `.venv` for this project; run by the Makefile with any Python 3.11 or newer, needs nothing installed.
 
 An existing torch is used as it is and never replaced: one in `.venv`, or else one that the calling Python already
-has (then `.venv` sees that Python's packages). Without any, the version named below is installed. A second run with
-unchanged requirements does nothing.
+has, also in an active virtual environment (then `.venv` sees that Python's packages). Without any, the version named
+below is installed. A second run with unchanged requirements does nothing.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import venv
 from importlib import metadata
@@ -36,6 +37,21 @@ def fingerprint() -> str:
     return hashlib.sha256(content + sys.version.encode()).hexdigest()
 
 
+def create(found: str | None) -> None:
+    """Makes `.venv`; over a torch that was `found`, it sees the packages of the calling Python."""
+    venv.EnvBuilder(with_pip=True, system_site_packages=found is not None).create(VENV)
+    if found is not None and sys.prefix != sys.base_prefix:
+        # Called from a virtual environment: "system" means the Python below it, so its own folders are named as well.
+        inner = Path(sysconfig.get_path("purelib", "venv", {"base": str(VENV), "platbase": str(VENV)}))
+        own = dict.fromkeys((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))
+        (inner / "calling_environment.pth").write_text("\n".join(own) + "\n", encoding="utf-8")
+
+
+def last_line(done: subprocess.CompletedProcess[str]) -> str:
+    """What a program that failed said last."""
+    return (done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"])[-1]
+
+
 def own_torch() -> str | None:
     """Version of torch that the calling Python has, or None."""
     try:
@@ -54,7 +70,7 @@ def venv_torch() -> str | None:
 def why_torch_fails() -> str | None:
     """Last line of what `.venv` says when it imports torch, or None if that works."""
     done = subprocess.run([PYTHON, "-c", "import torch"], stderr=subprocess.PIPE, text=True)
-    return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["it dies"])[-1]
+    return None if done.returncode == 0 else last_line(done)
 
 
 def pip(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -72,13 +88,13 @@ def main() -> None:
     if not PYTHON.exists():
         found = own_torch()
         print(f"creating .venv{f' over the existing torch {found}' if found else ''}", flush=True)
-        venv.EnvBuilder(with_pip=True, system_site_packages=found is not None).create(VENV)
+        create(found)
     version = venv_torch()
     if version is None:
         print(f"installing {TORCH}", flush=True)
         done = pip(TORCH)
         if done.returncode:
-            fail(f"pip could not install {TORCH}: {done.stderr.strip().splitlines()[-1]}")
+            fail(f"pip could not install {TORCH}: {last_line(done)}")
         version = venv_torch()
         if version is None:
             fail(f"{TORCH} was installed and cannot be found; delete .venv and run again")
