@@ -119,6 +119,18 @@ def mean_above(method: str, baseline: str, metric: str, *, required: bool = True
     return Clause(f"{method} is above {baseline} on {metric} in the mean", decide, required)
 
 
+def any_of(*clauses: Clause, required: bool = True) -> Clause:
+    """Holds when at least one clause holds, is reversed when all are; its detail is theirs."""
+
+    def decide(compare: Compare) -> tuple[State, str]:
+        found = [clause.decide(compare) for clause in clauses]
+        states = {state for state, _ in found}
+        state: State = "holds" if "holds" in states else "reversed" if states == {"reversed"} else "undecided"
+        return state, "; ".join(detail for _, detail in found)
+
+    return Clause(" or ".join(clause.text for clause in clauses), decide, required)
+
+
 def fact(text: str, state: State, detail: str, *, required: bool = True) -> Clause:
     """A clause that the paper decided by its own test (a variance test, a cost, a call rate)."""
     return Clause(text, lambda compare: (state, detail), required)
