@@ -527,7 +527,7 @@ def _safe(name: str) -> str:
 def _folder(path: Path | None) -> str | None:
     if path is not None and not path.is_dir():
         raise UserError(f"--dataset-dir {path} is not a folder; name the folder that holds the data sets.")
-    return None if path is None else str(path)
+    return None if path is None else str(path.absolute())  # `resume` may be called from elsewhere
 
 
 def _device(device: str) -> str:
