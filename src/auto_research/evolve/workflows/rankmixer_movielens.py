@@ -200,8 +200,11 @@ class RankMixerMovieLens(Workflow):
         return Sizes(budget, values[budget])
 
     def start(self, budget: Budget) -> Genome:
-        """The baseline; RankMixer's tokens are twice as wide beyond the smoke run."""
-        return self.space.resolve({} if budget == "smoke" else {"mix.width": 64})
+        """The baseline: its few steps are long ones in the smoke run, its tokens twice as wide beyond it.
+
+        Measured on validation, embedded films, 800 steps: NDCG@10 0.021 at 3e-3 and 0.037 at 1e-2, popularity 0.017.
+        """
+        return self.space.resolve({"train.lr": 1e-2} if budget == "smoke" else {"mix.width": 64})
 
     def smoke_plan(self) -> list[Genome]:
         return [{"seq.encoder": "longer"}, {"mix.block": "shared-ffn"}]
