@@ -348,7 +348,7 @@ def test_places_and_limits_are_outside_the_fingerprint() -> None:
 
 def test_data_are_found_again_from_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
-    assert configure(params(*TOY, "--dataset-dir", "data")).dataset_dir == str(tmp_path / "data")
+    assert configure(params(*TOY) | {"dataset_dir": Path("data")}).dataset_dir == str(tmp_path / "data")
 
 
 def test_a_budget_brings_its_own_limit_of_a_cell() -> None:
