@@ -245,6 +245,18 @@ def test_a_full_disk_exits_with_3(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "error: no space left" in done.stderr
 
 
+def test_a_second_interruption_exits_with_3_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    from auto_research.evolve import controller
+
+    def impatient(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(controller, "run", impatient)
+    done = call("run", *TOY)
+    assert done.exit_code == 3
+    assert "evolve resume" in done.stderr
+
+
 @pytest.mark.parametrize(
     "words, sentence",
     [

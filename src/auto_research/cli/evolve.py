@@ -605,6 +605,9 @@ def _drive(workflow: str, folder: Path, call: Callable[[Callable[[dict[str, Any]
     except RunStopped as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
+    except KeyboardInterrupt:  # once more, while the first one was being dealt with
+        print(f"interrupted; `auto-research evolve resume {folder}` goes on", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
     console = _console()
     print_result(record, console)
     console.print(f"Board: {folder / 'board.html'}", soft_wrap=True)
