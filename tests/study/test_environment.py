@@ -171,3 +171,12 @@ def test_torch_that_cannot_be_imported_is_broken(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "torch", None)
     (finding,) = environment._torch_build()
     assert finding.state == "broken"
+
+
+@pytest.mark.parametrize(("package", "area"), [("psutil", "machine"), ("huggingface_hub", "checkpoints")])
+def test_an_environment_without_a_package_is_told_to_set_up(
+    monkeypatch: pytest.MonkeyPatch, package: str, area: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    found = [finding for finding in inspect_environment() if finding.area == area and finding.state == "broken"]
+    assert [(package in finding.found, finding.advice) for finding in found] == [(True, "run `make setup`")]

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -65,7 +66,7 @@ def inspect_environment(dataset_dir: Path | None = None) -> list[Finding]:
         ("libraries", _torchvision),
         ("network", _offline),
         ("checkpoints", _checkpoints),
-        ("data", lambda: _data(dataset_dir)),
+        ("data", partial(_data, dataset_dir)),
         ("machine", _machine),
         ("machine", _disk),
         ("threads", _threads),
@@ -76,6 +77,9 @@ def inspect_environment(dataset_dir: Path | None = None) -> list[Finding]:
 def _run(area: str, probe: Callable[[], Iterator[Finding]]) -> list[Finding]:
     try:
         return list(probe())
+    except ModuleNotFoundError as error:
+        name = getattr(probe, "__name__", area).strip("_")
+        return [Finding(area, name, "broken", f"needs the package {error.name}, which is absent", "run `make setup`")]
     except Exception as error:  # a probe must never end the examination; its failure is a finding
         name = getattr(probe, "__name__", area).strip("_")
         return [Finding(area, name, "broken", f"{type(error).__name__}: {error}", "report this; see the message")]
@@ -201,11 +205,16 @@ def _mps() -> Iterator[Finding]:
 
 
 LIBRARIES: dict[str, tuple[str, bool]] = {
+    "numpy": ("everything", True),
+    "polars": ("reading data sets", True),
+    "pooch": ("fetching data sets", True),
     "transformers": ("language and vision checkpoints", True),
     "tokenizers": ("language and vision checkpoints", True),
     "safetensors": ("checkpoints", True),
     "peft": ("LoRA", True),
     "trl": ("post-training", True),
+    "huggingface_hub": ("checkpoints of the hub and its cache", True),
+    "accelerate": ("post-training, and converting the SmolLM2 package", True),
     "gguf": ("converting the SmolLM2 package", True),
     "optuna": ("evolve's search and trial storage", True),
     "ray": ("more than one machine (--executor ray)", False),
