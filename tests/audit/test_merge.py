@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,10 +22,10 @@ KEYS = [f"paper-{i}" for i in range(7)]
 def shard_file(folder: Path, index: int, *, drop: str = "", **settings: object) -> Path:
     keys = shard(KEYS, 3, index)
     results = [result(key, "cpu_pass", seconds=1.0) for key in keys if key != drop]
-    record = record_of(results, selected=KEYS, planned=keys)
-    changed = record.settings.model_copy(update={"shards": 3, "shard_index": index, "workers": index + 1, **settings})
+    changes = {"shards": 3, "shard_index": index, "workers": index + 1, **settings}
+    changed = record_of([]).settings.model_copy(update=changes)
     path = folder / f"shard-{index}.json"
-    write_json_atomic(path, record.model_copy(update={"settings": changed}))
+    write_json_atomic(path, record_of(results, settings=changed, selected=KEYS, planned=keys))
     return path
 
 
@@ -62,6 +65,26 @@ def test_a_double_result_is_refused_by_name(tmp_path: Path) -> None:
 def test_other_settings_are_refused_by_name(tmp_path: Path, change: dict[str, object], named: str) -> None:
     with pytest.raises(UserError, match=f"differ in .*{named}"):
         merge([shard_file(tmp_path, 0), shard_file(tmp_path, 1, **change)])
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (lambda raw: raw["results"][0].update(key="paper-99"), "1 results of 'paper-99', which is planned 0 times"),
+        (lambda raw: raw["results"].append(raw["results"][0]), "2 results of 'paper-0'"),
+        (lambda raw: raw["planned"].pop(), "not shard 0 of 3 of the selected ones"),
+        (lambda raw: raw["settings"].update(shard_index=5), "there is no shard 5 of 3"),
+    ],
+)
+def test_a_record_that_contradicts_itself_is_refused(
+    tmp_path: Path, damage: Callable[[dict[str, Any]], object], named: str
+) -> None:
+    path = shard_file(tmp_path, 0)
+    raw = json.loads(path.read_text())
+    damage(raw)
+    path.write_text(json.dumps(raw))
+    with pytest.raises(UserError, match=named):
+        merge([path, shard_file(tmp_path, 1)])
 
 
 def test_an_unreadable_file_is_named(tmp_path: Path) -> None:

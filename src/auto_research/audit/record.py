@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from auto_research.audit.diagnose import Diagnosis
 from auto_research.audit.plan import Selection, shard
@@ -200,6 +200,18 @@ class AuditRecord(Record):
     status_counts: dict[str, int] = Field(default_factory=dict)
     passed_seconds: float = 0.0
     passed_seconds_label: str = "sum of the durations of passed runs; not a throughput benchmark"
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        shards, index = self.settings.shards, self.settings.shard_index
+        if index >= shards:
+            raise ValueError(f"there is no shard {index} of {shards}")
+        if sorted(self.planned) != shard(self.selected, shards, index):
+            raise ValueError(f"the planned adapters are not shard {index} of {shards} of the selected ones")
+        for key, count in Counter(result.key for result in self.results).items():
+            if count > 1 or key not in self.planned:
+                raise ValueError(f"{count} results of '{key}', which is planned {self.planned.count(key)} times")
+        return self
 
     @property
     def missing(self) -> list[str]:
