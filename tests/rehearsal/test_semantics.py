@@ -611,3 +611,17 @@ def test_errors_of_the_host_are_no_faults_of_a_card():
         with pytest.raises(IndexError), rehearse(keep_going=True) as report:
             program()
         assert report.findings == []
+
+
+def test_boolean_indexing_waits_and_filling_a_mask_does_not(report):
+    def waits(program):
+        before = sum(report._session.syncs.values())
+        program()
+        return sum(report._session.syncs.values()) - before
+
+    x, mask = torch.arange(6.0, device="cuda"), torch.tensor([1, 0, 1, 0, 1, 1], dtype=torch.bool, device="cuda")
+    assert waits(lambda: x[mask]) == 1
+    assert waits(lambda: x.__setitem__(mask, torch.ones(4, device="cuda"))) == 1
+    assert waits(lambda: x.__setitem__(mask, 0.0)) == 0
+    assert waits(lambda: x[mask.long()]) == 0
+    assert waits(lambda: x[mask.cpu()]) == 1  # the copy to the host

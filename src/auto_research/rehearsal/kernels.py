@@ -554,7 +554,21 @@ def _product_with_dtype(
         return result if out is None else out.copy_(result)
 
 
+def _index(mode: VirtualCuda, record: Record, tag: Tag, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A mask on the device as index: the host waits to know how many elements it selects (unless it is filled)."""
+    for index in args[1]:
+        if index is not None and index.dtype in (torch.bool, torch.uint8) and tag_of(index) is not None:
+            value = args[2] if len(args) > 2 else None
+            if value is None or value.numel() != 1 or tag_of(value) is not None:
+                mode.session.sync("boolean indexing")
+            break
+    return _watched(mode, record, tag, args, kwargs)
+
+
 _SPECIAL: Final[dict[str, OperatorRule]] = {
+    **dict.fromkeys(
+        ("index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), _index
+    ),
     "_amp_foreach_non_finite_check_and_unscale_": _unscale,
     "_pack_padded_sequence": _pack,
     "copy_": _copy,

@@ -621,7 +621,8 @@ def _install_gradient_checks(patches: Patches) -> None:
         return moved if isinstance(out, tuple) else moved[0]
 
     def hooked(self: Tensor, hook: Any) -> Any:
-        if tag_of(self) is None or getattr(hook, "__module__", "").startswith(_OURS) or isinstance(hook, partial):
+        whose = getattr(hook.func if isinstance(hook, partial) else hook, "__module__", None) or ""
+        if tag_of(self) is None or whose.startswith(_OURS):
             return register_hook(self, hook)
         home, name = self.device, getattr(hook, "__name__", type(hook).__name__)
 
