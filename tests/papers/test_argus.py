@@ -265,6 +265,7 @@ def test_arms_differ_in_what_their_name_says():
     assert found[FEEDBACK_ONLY] == replace(TINY, objectives="feedback")
     assert found[REVERSED] == replace(TINY, order="feedback-first")
     assert found[ONE_TOKEN] == replace(TINY, tokens="one")
+    assert [found[f"feedback weight {w}"].feedback_weight for w in ("0.3", "3")] == [0.3, 3.0]
 
 
 def test_the_curve_has_four_widths():

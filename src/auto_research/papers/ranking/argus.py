@@ -422,7 +422,7 @@ ONE_TOKEN = "one token an event"
 
 
 def arms(config: ArgusConfig) -> dict[str, tuple[Kind, ArgusConfig]]:
-    """Arms a to f of the protocol."""
+    """Arms a to f of the protocol, and the sweep of the weight between both tasks."""
     return {
         SCRATCH: ("baseline", config),
         ITEM_ONLY: ("ablation", replace(config, objectives="item")),
@@ -430,6 +430,8 @@ def arms(config: ArgusConfig) -> dict[str, tuple[Kind, ArgusConfig]]:
         ARGUS: ("method", config),
         REVERSED: ("ablation", replace(config, order="feedback-first")),
         ONE_TOKEN: ("ablation", replace(config, tokens="one")),
+        "feedback weight 0.3": ("ablation", replace(config, feedback_weight=0.3 * config.feedback_weight)),
+        "feedback weight 3": ("ablation", replace(config, feedback_weight=3.0 * config.feedback_weight)),
     }
 
 
@@ -529,11 +531,11 @@ def run(study: Study) -> Comparison:
         log = EventLog.of(interactions)
         config = ArgusConfig(
             width=study.size("width", smoke=32, standard=32),
-            impressions=study.size("impressions", smoke=4, standard=6),
+            impressions=study.size("impressions", smoke=3, standard=6),
         )
         task = UserLog(log, impressions=config.impressions, size=config.size)
-    pretrain = study.steps("pretrain", smoke=3, standard=160)
-    finetune = study.steps("finetune", smoke=2, standard=80)
+    pretrain = study.steps("pretrain", smoke=2, standard=160)
+    finetune = study.steps("finetune", smoke=1, standard=80)
     recipe = Recipe(
         batch_size=study.size("batch", smoke=8, standard=16),
         schedule="cosine",
