@@ -269,7 +269,7 @@ def test_arms_differ_in_what_their_name_says():
 
 
 def test_the_curve_has_four_widths():
-    assert argus.widths(ArgusConfig(width=32)) == (8, 16, 32, 64)
+    assert argus.widths(ArgusConfig(width=32)) == (8, 16, 32, 48)
 
 
 @pytest.mark.parametrize(

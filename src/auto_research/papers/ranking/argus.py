@@ -437,7 +437,7 @@ def arms(config: ArgusConfig) -> dict[str, tuple[Kind, ArgusConfig]]:
 
 def widths(config: ArgusConfig) -> tuple[int, ...]:
     """Four widths of the scaling curve, the method's own third."""
-    return tuple(config.width * factor // 4 for factor in (1, 2, 4, 8))
+    return tuple(config.width * factor // 4 for factor in (1, 2, 4, 6))
 
 
 def sized(name: str, width: int, config: ArgusConfig) -> str:
@@ -527,19 +527,19 @@ def run(study: Study) -> Comparison:
     """Trains all arms on equal windows and steps, then applies the decision rule."""
     device = device_for(study.device)
     with study.stage("windows", trains=False):
-        interactions = study.dataset().subset_users(study.size("users", smoke=40, standard=400), seed=0)
+        interactions = study.dataset().subset_users(study.size("users", smoke=40, standard=300), seed=0)
         log = EventLog.of(interactions)
         config = ArgusConfig(
             width=study.size("width", smoke=32, standard=32),
-            impressions=study.size("impressions", smoke=3, standard=6),
+            impressions=study.size("impressions", smoke=3, standard=5),
         )
         task = UserLog(log, impressions=config.impressions, size=config.size)
     pretrain = study.steps("pretrain", smoke=2, standard=160)
     finetune = study.steps("finetune", smoke=1, standard=80)
     recipe = Recipe(
-        batch_size=study.size("batch", smoke=8, standard=16),
+        batch_size=study.size("batch", smoke=8, standard=8),
         schedule="cosine",
-        validations=study.size("validations", smoke=1, standard=3),
+        validations=study.size("validations", smoke=1, standard=1),
     )
     total = pretrain + finetune
     sample = {name: value[:1] for name, value in next(task.batches(0, 1, torch.device("cpu"))).items()}
@@ -580,7 +580,7 @@ def run(study: Study) -> Comparison:
         steps=total,
         device=device,
         recipe=recipe,
-        learning_rates=(1e-3,),
+        learning_rates=(4e-3,),
         clauses=decision_rule(config, costs),
     )
 
