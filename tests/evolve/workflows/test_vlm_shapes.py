@@ -348,18 +348,6 @@ def test_scores_of_labelled_pictures(shapes_workflow, drawn):
     assert list(shapes_workflow.anchors(data, sizes).values()) == [pytest.approx((48 * 0.75 + 4) / 52)]
 
 
-def test_a_connector_learns_labelled_pictures(shapes_workflow, drawn):
-    sizes, _, data = drawn
-    few = replace(data.parts, train=replace(data.parts.train, scenes=v._first(data.parts.train.scenes, 10)))
-    known = replace(few, validation=few.train)
-    learned = Data(known, {}, {}, len(known.train))
-    model, _ = shapes_workflow._fit(genome(), learned, 0, 150, "cpu", None)
-    metrics = v.evaluate(model, known.validation, "cpu").metrics
-    assert metrics["accuracy_labelled_pictures"] > 0.5, "bars at ten heights, seen in training"
-    probe = shapes_workflow.effect_probe(genome(), sizes, data)
-    assert probe["loss"] != shapes_workflow.effect_probe(genome(train_lr=1e-3), sizes, data)["loss"]
-
-
 def test_the_summary_says_what_the_control_shows(shapes_workflow):
     from auto_research.evolve.records import Candidate, CellResult, Trial
 
