@@ -38,9 +38,7 @@ def test_loss_is_the_mean_token_cross_entropy_over_the_full_vocabulary():
     inputs = torch.cat([torch.full((4, 1), BOS), target[:, :-1]], 1)
     logits = model.transformer.decode(inputs, model.encode(data))
     assert logits.shape == (4, 4, len(model.vocabulary))
-    expected = -torch.stack(
-        [logits[b, t].log_softmax(-1)[target[b, t]] for b in range(4) for t in range(4)]
-    ).mean()
+    expected = -torch.stack([logits[b, t].log_softmax(-1)[target[b, t]] for b in range(4) for t in range(4)]).mean()
     torch.testing.assert_close(model.loss(data), expected)
 
 
@@ -137,9 +135,7 @@ def test_memory_mean_leaves_padding_out():
 
 
 def test_free_head_width_as_in_t5():
-    model = EncoderDecoder(
-        20, 128, 6, 1024, encoder_layers=1, decoder_layers=1, target_length=4, head_dim=64
-    )
+    model = EncoderDecoder(20, 128, 6, 1024, encoder_layers=1, decoder_layers=1, target_length=4, head_dim=64)
     attention = model.encoder.blocks[0].attention
     assert attention.query.weight.shape == (384, 128)
     assert attention.output.weight.shape == (128, 384)

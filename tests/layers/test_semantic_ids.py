@@ -51,9 +51,7 @@ def test_id_to_item_and_item_to_id_are_inverse(codes):
 
 def test_levels_never_share_a_token_and_users_have_their_own_block():
     vocabulary = Vocabulary((4, 4, 3), users=5)
-    ranges = [
-        set(range(start, start + size)) for start, size in zip(vocabulary.starts, vocabulary.sizes, strict=True)
-    ]
+    ranges = [set(range(start, start + size)) for start, size in zip(vocabulary.starts, vocabulary.sizes, strict=True)]
     users = set(vocabulary.user_tokens(torch.arange(50)).tolist())
     groups = [{PAD}, {BOS}, *ranges, users]
     assert sum(map(len, groups)) == len(set().union(*groups)) == len(vocabulary) == 2 + 11 + 5

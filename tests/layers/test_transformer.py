@@ -106,8 +106,7 @@ def test_decoding_step_by_step_equals_one_pass_with_memory_and_beams() -> None:
     )
     cache = stack.new_cache()
     steps = [
-        stack(x[:, i : i + 1], rotary=rotary, memory=memory, memory_valid=memory_valid, cache=cache)
-        for i in range(5)
+        stack(x[:, i : i + 1], rotary=rotary, memory=memory, memory_valid=memory_valid, cache=cache) for i in range(5)
     ]
     torch.testing.assert_close(torch.cat(steps, 1), whole)
     # Swapping the beams of each row swaps what they decode next.

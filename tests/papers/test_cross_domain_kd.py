@@ -145,9 +145,7 @@ def test_histories_hold_strictly_earlier_events_of_the_same_user():
 def test_negatives_were_never_rated_and_fall_into_the_part_of_their_event(task):
     interactions = ratings()
     generator = torch.Generator().manual_seed(0)
-    examples, event = cd.make_examples(
-        interactions, torch.arange(30), negatives=2, history=4, generator=generator
-    )
+    examples, event = cd.make_examples(interactions, torch.arange(30), negatives=2, history=4, generator=generator)
     rated = set(zip(interactions.user.tolist(), (interactions.item + 1).tolist(), strict=True))
     columns = (examples.user.tolist(), examples.item.tolist(), examples.rating.tolist())
     for user, item, rating in zip(*columns, strict=True):

@@ -69,9 +69,7 @@ def test_scores_of_the_model_follow_the_kernel():
     ones = torch.ones(1, 1, 17, 8)
     query, key = rotary(ones, ones)
     scores = (query[0, 0] @ key[0, 0].T)[:, 0] / 8
-    torch.testing.assert_close(
-        scores.double(), m.positional_kernel(ladder, torch.arange(17)), atol=1e-5, rtol=0
-    )
+    torch.testing.assert_close(scores.double(), m.positional_kernel(ladder, torch.arange(17)), atol=1e-5, rtol=0)
 
 
 def test_a_head_wider_than_the_window_is_refused():

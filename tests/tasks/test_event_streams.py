@@ -21,9 +21,7 @@ def interactions(users=5, events=14, items=12, seed=0):
     user = np.repeat(np.arange(users), length)
     item = rng.integers(0, items, len(user))
     item[:items] = np.arange(items)  # every item occurs
-    return Interactions.from_events(
-        "films", user, item, np.ones(len(user), np.float32), np.arange(len(user)), table
-    )
+    return Interactions.from_events("films", user, item, np.ones(len(user), np.float32), np.arange(len(user)), table)
 
 
 def setting():

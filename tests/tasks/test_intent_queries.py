@@ -24,9 +24,7 @@ BRANDS = ["Pilot", "Pentel", "Zebra", "Canon", "HP", "Epson", "KUM", "X-Acto", "
 
 def table():
     base = ItemTable.of_ids([str(i) for i in range(len(TITLES))], TITLES)
-    return ItemTable(
-        raw_id=base.raw_id, title=TITLES, genres=base.genres, genre_names=(), year=base.year, brand=BRANDS
-    )
+    return ItemTable(raw_id=base.raw_id, title=TITLES, genres=base.genres, genre_names=(), year=base.year, brand=BRANDS)
 
 
 def make_data(train, heldout, **options):

@@ -74,16 +74,12 @@ def test_ranks_give_torchmetrics_ndcg_and_hit_rate() -> None:
     for row in range(20):
         theirs = retrieval_normalized_dcg(scores[row], relevant[row], top_k=10)
         torch.testing.assert_close(metrics.ndcg(rank, 10)[row], theirs)
-        assert float(metrics.hit_rate(rank, 10)[row]) == float(
-            retrieval_hit_rate(scores[row], relevant[row], top_k=10)
-        )
+        assert float(metrics.hit_rate(rank, 10)[row]) == float(retrieval_hit_rate(scores[row], relevant[row], top_k=10))
 
 
 def pairwise_auc(score: Tensor, label: Tensor) -> float:
     wins = [
-        1.0 if p > n else 0.5 if p == n else 0.0
-        for p in score[label == 1].tolist()
-        for n in score[label == 0].tolist()
+        1.0 if p > n else 0.5 if p == n else 0.0 for p in score[label == 1].tolist() for n in score[label == 0].tolist()
     ]
     return sum(wins) / len(wins) if wins else math.nan
 

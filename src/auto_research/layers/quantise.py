@@ -315,9 +315,7 @@ class ParallelCodebooks(nn.Module):
         temperature: of p = softmax(−‖u − C_k‖² / temperature).
     """
 
-    def __init__(
-        self, groups: int, size: int, dim: int, *, temperature: float = 1.0, estimator: str = "index"
-    ) -> None:
+    def __init__(self, groups: int, size: int, dim: int, *, temperature: float = 1.0, estimator: str = "index") -> None:
         super().__init__()
         if estimator not in ("index", "vector"):
             raise ValueError(f"estimator '{estimator}' is neither 'index' nor 'vector'")

@@ -258,9 +258,7 @@ def split_domains(
     source_examples, _ = make_examples(
         source, pools[0], negatives=source_negatives, history=history, generator=generator
     )
-    examples, event = make_examples(
-        target, pools[1], negatives=target_negatives, history=history, generator=generator
-    )
+    examples, event = make_examples(target, pools[1], negatives=target_negatives, history=history, generator=generator)
     parts = [torch.from_numpy(part) for part in chronological(target, (0.6, 0.15, 0.25))]
     if train_share < 1:
         order = torch.randperm(len(parts[0]), generator=generator)

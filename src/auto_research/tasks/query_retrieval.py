@@ -83,9 +83,7 @@ class TextVectors:
         new = [t for t in dict.fromkeys(texts) if t not in self._known]
         if new:
             self._loaded = self._loaded or load_text_encoder(self.encoder, self.device)
-            vectors = encode_texts(
-                self.encoder, new, self.device, max_length=32, cache=False, loaded=self._loaded
-            )
+            vectors = encode_texts(self.encoder, new, self.device, max_length=32, cache=False, loaded=self._loaded)
             self._known.update(zip(new, vectors, strict=True))
         return torch.stack([self._known[t] for t in texts])
 

@@ -432,8 +432,7 @@ def run(study: Study) -> Comparison:
         arms = {name: arms[name] for name in ("standard", "mobius 25%")}
     kinds: dict[str, Kind] = {"mobius 25%": "method", "band control": "control", "periodic control": "control"}
     variants = [
-        Variant(name, partial(MobiusLM, config), kind=kinds.get(name, "ablation"))
-        for name, config in arms.items()
+        Variant(name, partial(MobiusLM, config), kind=kinds.get(name, "ablation")) for name, config in arms.items()
     ]
     comparison = study.compare(
         task,
