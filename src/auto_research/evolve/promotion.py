@@ -319,7 +319,8 @@ def decide(
 def in_words(comparison: Paired) -> str:
     """A comparison as a phrase: gain, standard error, n, and what weakens it."""
     error = "no standard error" if comparison.se is None else f"SE {comparison.se:.3g}"
-    weak = [f"n {comparison.n} {comparison.by}", error]
+    by = comparison.by.removesuffix("s") if comparison.n == 1 else comparison.by
+    weak = [f"n {comparison.n} {by}", error]
     if comparison.provisional:
         weak.append("provisional")
     if comparison.missing:
