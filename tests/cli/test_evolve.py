@@ -133,7 +133,8 @@ def test_a_run_ends_with_the_verdict_a_table_and_the_boards_path(made: Finished)
     assert "model.bias: off → on" in made.stdout
     assert made.stdout.rstrip().endswith("Board: runs/evolve/first/board.html")
     assert "generation 1: g1-1, g1-2" in made.stderr
-    assert "[3/3] g1-2-search-seed42" in made.stderr
+    assert "[3/3] g1-" in made.stderr  # two cells at a time end in any order
+    assert "g1-2-search-seed42" in made.stderr
     page = (made.folder / "board.html").read_text()
     assert "<h1" in page
     assert "g1-2" in page
