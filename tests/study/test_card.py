@@ -2,6 +2,7 @@
 
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -89,8 +90,12 @@ def test_a_card_without_its_module_is_refused(tmp_path):
         _registry.discover(tmp_path, "outside")
 
 
-class _Entry:
-    name, value = "more", "outside_papers"
+def name_in_metadata(root: Path, package: str) -> None:
+    """Metadata in `root` as an installed package has them, which name `package`."""
+    info = root / "more-1.0.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: more\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[auto_research.papers]\nmore = {package}\n")
 
 
 @pytest.fixture
@@ -98,8 +103,8 @@ def outside(tmp_path, monkeypatch):
     root = tmp_path / "outside_papers"
     root.mkdir()
     (root / "__init__.py").touch()
+    name_in_metadata(tmp_path, "outside_papers")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(_registry, "entry_points", lambda group: [_Entry] if group == "auto_research.papers" else [])
     _registry.adapters.cache_clear()
     yield root
     _registry.adapters.cache_clear()
@@ -124,8 +129,8 @@ def test_one_key_twice_is_refused(outside):
     "value, message",
     [("no_such_package", "not an installed package"), ("no_such.package", "which fails: No module named 'no_such'")],
 )
-def test_an_entry_point_to_nowhere_is_refused(outside, monkeypatch, value, message):
-    monkeypatch.setattr(_Entry, "value", value)
+def test_an_entry_point_to_nowhere_is_refused(outside, value, message):
+    name_in_metadata(outside.parent, value)
     with pytest.raises(UserError, match=message):
         _registry.adapters()
 

@@ -7,12 +7,13 @@ through the entry-point group `auto_research.papers`, whose entries name a packa
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +94,24 @@ def discover(root: Path, package: str) -> list[Adapter]:
     return [_adapter(path, package, root) for path in sorted(root.rglob("*.md"))]
 
 
+def _named_by_packages() -> bool:
+    """Whether an installed package names our entry-point group.
+
+    Looked up before `importlib.metadata` is imported, which takes a quarter of what `list` may use.
+    """
+    for folder in sys.path:
+        for file in Path(folder).glob("*-info/entry_points.txt"):
+            with contextlib.suppress(OSError):  # unreadable metadata bring nothing
+                if f"[{ENTRY_POINT_GROUP}]" in file.read_text(encoding="utf-8", errors="replace"):
+                    return True
+    return False
+
+
 def _installed() -> Iterable[tuple[Path, str]]:
+    if not _named_by_packages():
+        return
+    from importlib.metadata import entry_points
+
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         try:
             spec = importlib.util.find_spec(entry.value)
