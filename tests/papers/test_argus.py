@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from decisions import difference
 from torch.nn import functional as F
 
 from auto_research.layers.item_loss import corrected_softmax_loss, mixture_log_q
@@ -26,7 +27,7 @@ from auto_research.papers.ranking.argus import (
     arms,
     decision_rule,
 )
-from auto_research.study.verdict import Difference, conclude
+from auto_research.study.verdict import conclude
 from auto_research.tasks.base import Recipe
 from auto_research.tasks.event_log import miniature
 from auto_research.tasks.user_log import UserLog
@@ -289,19 +290,7 @@ def test_decision_rule_of_the_protocol(gaps, verdict):
     costs = {argus.sized(ARGUS, width, config): float(width) for width in argus.widths(config)}
 
     def compare(method, baseline, metric):
-        low, high = gaps.get(baseline, (0.001, 0.003))
-        return Difference(
-            method=method,
-            baseline=baseline,
-            metric=metric,
-            mean=(low + high) / 2,
-            low=low,
-            high=high,
-            relative=None,
-            baseline_mean=0.6,
-            wins=3,
-            seeds=3,
-            units=100,
-        )
+        interval = gaps.get(baseline, (0.001, 0.003))
+        return difference(method, baseline, metric, interval, 0.6)
 
     assert conclude(decision_rule(config, costs), compare, budget="standard", seeds=3)[0] == verdict

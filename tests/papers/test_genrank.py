@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from decisions import difference
 from torch.nn import functional as F
 
 from auto_research.papers.ranking import genrank
@@ -22,7 +23,7 @@ from auto_research.papers.ranking.genrank import (
     arms,
     decision_rule,
 )
-from auto_research.study.verdict import Difference, conclude
+from auto_research.study.verdict import conclude
 from auto_research.tasks.event_log import miniature
 from auto_research.tasks.request_ranking import RequestRanking
 
@@ -247,22 +248,6 @@ def test_speed_is_measured_in_turn(task, batch):
     assert all(s.train > 0 and s.serve > 0 for s in speeds.values())
 
 
-def difference(method, baseline, metric, low, high, level=0.75):
-    return Difference(
-        method=method,
-        baseline=baseline,
-        metric=metric,
-        mean=(low + high) / 2,
-        low=low,
-        high=high,
-        relative=None,
-        baseline_mean=level,
-        wins=3,
-        seeds=3,
-        units=100,
-    )
-
-
 @pytest.mark.parametrize(
     ("gaps", "faster", "verdict"),
     [
@@ -281,6 +266,6 @@ def test_decision_rule_of_the_protocol(gaps, faster, verdict):
     speeds = {HSTU: Speed(faster, 1.0, 80), ACTION_ONLY: Speed(1.0, 1.0, 40), GENRANK: Speed(1.0, 1.0, 40)}
 
     def compare(method, baseline, metric):
-        return difference(method, baseline, metric, *gaps.get(baseline, (0.001, 0.003)))
+        return difference(method, baseline, metric, gaps.get(baseline, (0.001, 0.003)), 0.75)
 
     assert conclude(decision_rule(speeds, 32, {}), compare, budget="standard", seeds=3)[0] == verdict

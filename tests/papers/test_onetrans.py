@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from decisions import difference
 from torch.nn import functional as F
 
 from auto_research.layers.attention import KVCache
@@ -27,7 +28,7 @@ from auto_research.papers.ranking.onetrans import (
     fields_of,
     variants,
 )
-from auto_research.study.verdict import Difference, conclude
+from auto_research.study.verdict import conclude
 from auto_research.tasks.click import miniature
 from auto_research.tasks.request_cost import measure_requests
 
@@ -346,20 +347,8 @@ def test_strong_control_reads_the_whole_history_and_crosses_all_fields(task, bat
 
 def rule_on(gaps, cost=None):
     def compare(method, baseline, metric):
-        low, high = gaps.get((baseline, metric), (0.001, 0.003))
-        return Difference(
-            method=method,
-            baseline=baseline,
-            metric=metric,
-            mean=(low + high) / 2,
-            low=low,
-            high=high,
-            relative=None,
-            baseline_mean=0.8,
-            wins=3,
-            seeds=3,
-            units=100,
-        )
+        interval = gaps.get((baseline, metric), (0.001, 0.003))
+        return difference(method, baseline, metric, interval, 0.8)
 
     return conclude(decision_rule({"a": 1.0, METHOD: 10.0}, cost), compare, budget="standard", seeds=3)
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from decisions import difference
 from torch.nn import functional as F
 
 from auto_research.layers.experts import Routing
@@ -27,7 +28,7 @@ from auto_research.papers.ranking.rankmixer import (
     decision_rule,
     variants,
 )
-from auto_research.study.verdict import Difference, conclude
+from auto_research.study.verdict import conclude
 from auto_research.tasks.click import miniature
 
 CPU = torch.device("cpu")
@@ -257,20 +258,8 @@ def rule_on(gaps):
     """The verdict when each (method, baseline) has the given (low, high); all others are clearly positive."""
 
     def compare(method, baseline, metric):
-        low, high = gaps.get((method, baseline), (0.001, 0.003))
-        return Difference(
-            method=method,
-            baseline=baseline,
-            metric=metric,
-            mean=(low + high) / 2,
-            low=low,
-            high=high,
-            relative=None,
-            baseline_mean=0.8,
-            wins=3,
-            seeds=3,
-            units=100,
-        )
+        interval = gaps.get((method, baseline), (0.001, 0.003))
+        return difference(method, baseline, metric, interval, 0.8)
 
     return conclude(decision_rule(), compare, budget="standard", seeds=3)[0]
 

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from decisions import difference
 from torch.nn import functional as F
 
 from auto_research.layers.pairwise import gaussian_win, list_ranks, rank_spread
 from auto_research.papers.ranking import uame
 from auto_research.papers.ranking.uame import CERTAIN, FULL, NOT_DETACHED, ONE_ORDER, RANDOM, UAME, UAMEConfig, arms
-from auto_research.study.verdict import Difference, conclude
+from auto_research.study.verdict import conclude
 from auto_research.tasks.ensemble import BEHAVIOURS, miniature
 from auto_research.tasks.metrics import list_spearman
 
@@ -62,8 +63,8 @@ def test_loss_is_the_sum_of_its_three_parts_by_a_loop_in_float64(task, batch):
 
 def test_confirmed_pairs_narrow_the_variance_and_contradicted_ones_widen_it():
     total = torch.tensor(0.5, requires_grad=True)
-    for difference, sign in ((1.0, 1.0), (-1.0, -1.0)):  # the label says that i stands before j
-        (gradient,) = torch.autograd.grad(-gaussian_win(torch.tensor(difference), total)[0], total)
+    for lead, sign in ((1.0, 1.0), (-1.0, -1.0)):  # the label says that i stands before j
+        (gradient,) = torch.autograd.grad(-gaussian_win(torch.tensor(lead), total)[0], total)
         assert float(gradient) * sign > 0  # descending lowers the variance in the first case, raises it in the second
 
 
@@ -231,20 +232,8 @@ def test_the_formula_is_at_least_as_good_on_validation_as_any_single_behaviour(t
 )
 def test_decision_rule_of_the_protocol(gaps, verdict):
     def compare(method, baseline, metric):
-        low, high = gaps.get((baseline, metric), (0.001, 0.003))
+        interval = gaps.get((baseline, metric), (0.001, 0.003))
         level = 0.0 if metric == "bias correlation" else 0.6
-        return Difference(
-            method=method,
-            baseline=baseline,
-            metric=metric,
-            mean=(low + high) / 2,
-            low=low,
-            high=high,
-            relative=None,
-            baseline_mean=level,
-            wins=3,
-            seeds=3,
-            units=100,
-        )
+        return difference(method, baseline, metric, interval, level)
 
     assert conclude(uame.decision_rule(), compare, budget="standard", seeds=3)[0] == verdict

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from auto_research.layers.towers import FeatureEmbedding
+from auto_research.layers.towers import FeatureEmbedding, embedding_table
 
 
 class HistoryFeatures(nn.Module):
@@ -26,10 +26,8 @@ class HistoryFeatures(nn.Module):
 
     def __init__(self, features: FeatureEmbedding, *, ratings: int, gaps: int, width: int) -> None:
         super().__init__()
-        self.rating = nn.Embedding(ratings, width)
-        self.gap = nn.Embedding(gaps, width)
-        for table in (self.rating, self.gap):
-            nn.init.normal_(table.weight, std=0.5 / width**0.5)
+        self.rating = embedding_table(ratings, width)
+        self.gap = embedding_table(gaps, width)
         item, genres = (_weight(features, name) for name in ("item", "genres"))
         self.width = item.shape[1] + genres.shape[1] + 2 * width
 

@@ -90,11 +90,11 @@ class FeatureEmbedding(nn.Module):
                     if history == "din":
                         self.attention[field.name] = TargetAttention(width, attention)
                     if history != "liked-mean":
-                        self.ratings[field.name] = _table(field.size, width)
+                        self.ratings[field.name] = embedding_table(field.size, width)
                 elif field.kind == "dense":
                     self.embeddings[field.name] = nn.Linear(field.size, columns)
                 elif field.table is None:
-                    self.embeddings[field.name] = _table(field.size, columns)
+                    self.embeddings[field.name] = embedding_table(field.size, columns)
         self.width = width * len(groups_of(fields))
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
@@ -126,7 +126,7 @@ class FeatureEmbedding(nn.Module):
         return pooled + F.embedding_bag(rating, self.ratings[field.name].weight, per_sample_weights=share, mode="sum")
 
 
-def _table(size: int, columns: int) -> nn.Embedding:
+def embedding_table(size: int, columns: int) -> nn.Embedding:
     """Vectors of length about one half, so that no id dominates before it is trained."""
     table = nn.Embedding(size, columns)
     nn.init.normal_(table.weight, std=0.5 / columns**0.5)

@@ -29,7 +29,7 @@ from auto_research.layers.hstu import HSTUBlock, RelativeBias
 from auto_research.layers.item_loss import corrected_softmax_loss, full_softmax_loss, mixture_log_q
 from auto_research.layers.longer import GAPS
 from auto_research.layers.pairwise import logistic_win, order_loss, pairs
-from auto_research.layers.towers import MLP, TargetAttention, forward_flops
+from auto_research.layers.towers import MLP, TargetAttention, embedding_table, forward_flops
 from auto_research.layers.transformer import CausalTransformer
 from auto_research.runtime.device import device_for
 from auto_research.study.compare import Comparison, Kind, Trained, Variant
@@ -94,11 +94,11 @@ class Towers(nn.Module):
 
     def __init__(self, log: EventLog, width: int) -> None:
         super().__init__()
-        self.gap, self.place = _table(GAPS + 1, width), _table(PLACES, width)
-        self.hour, self.weekday = _table(24, width), _table(7, width)
-        self.id, self.years = _table(log.num_items + 1, width), _table(log.years, width)
+        self.gap, self.place = embedding_table(GAPS + 1, width), embedding_table(PLACES, width)
+        self.hour, self.weekday = embedding_table(24, width), embedding_table(7, width)
+        self.id, self.years = embedding_table(log.num_items + 1, width), embedding_table(log.years, width)
         self.genre = nn.Linear(log.genres.shape[1], width, bias=False)
-        self.stars, self.liked = _table(ACTIONS, width), _table(2, width)
+        self.stars, self.liked = embedding_table(ACTIONS, width), embedding_table(2, width)
         shares = log.genres / log.genres.sum(1, keepdim=True).clamp(min=1)
         self.register_buffer("genres", shares, persistent=False)
         self.register_buffer("year", log.year, persistent=False)
@@ -124,12 +124,6 @@ class Towers(nn.Module):
         return self.feedback_net(self.stars(action) + self.liked((action >= LIKED).long()))
 
 
-def _table(size: int, width: int) -> nn.Embedding:
-    table = nn.Embedding(size, width)
-    nn.init.normal_(table.weight, std=0.5 / width**0.5)
-    return table
-
-
 class Encoder(nn.Module):
     """Towers and a causal transformer over the log."""
 
@@ -139,7 +133,7 @@ class Encoder(nn.Module):
         width = config.width
         self.towers = Towers(log, width)
         self.per_event = 3 if config.tokens == "three" else 1
-        self.positions, self.kinds = _table(config.length, width), _table(self.per_event, width)
+        self.positions, self.kinds = embedding_table(config.length, width), embedding_table(self.per_event, width)
         length = self.per_event * config.length
         if config.encoder == "transformer":
             self.stack = CausalTransformer(width, config.heads, 4 * width, config.layers)

@@ -28,7 +28,7 @@ from auto_research.layers.attention import KVCache, alibi
 from auto_research.layers.heads import TaskHeads, binary_task_losses
 from auto_research.layers.hstu import HSTUBlock, RelativeBias
 from auto_research.layers.longer import GAPS
-from auto_research.layers.towers import MLP, TargetAttention
+from auto_research.layers.towers import MLP, TargetAttention, embedding_table
 from auto_research.layers.transformer import BlockCache, TransformerEncoder
 from auto_research.runtime.device import device_for
 from auto_research.study.compare import Comparison, Kind, Variant
@@ -157,9 +157,9 @@ class GenRank(nn.Module):
         self.mask_action = nn.Parameter(torch.randn(width) * 0.5 / width**0.5) if config.parts == 1 else None
         self.summed = config.bias != "relative"
         if self.summed:
-            self.positions = _table(config.parts * (config.history + 1), width)
-            self.requests = _table(REQUESTS_BACK + 1, width) if config.request_index else None
-            self.waits = _table(GAPS + 1, width)
+            self.positions = embedding_table(config.parts * (config.history + 1), width)
+            self.requests = embedding_table(REQUESTS_BACK + 1, width) if config.request_index else None
+            self.waits = embedding_table(GAPS + 1, width)
             self.encoder = TransformerEncoder(
                 width, config.heads, 4 * width, config.layers, activation=config.activation
             )
@@ -309,9 +309,9 @@ class Exposures(nn.Module):
 
     def __init__(self, log: EventLog, width: int, *, content: bool = True) -> None:
         super().__init__()
-        self.item, self.action = _table(log.num_items + 1, width), _table(ACTIONS, width)
+        self.item, self.action = embedding_table(log.num_items + 1, width), embedding_table(ACTIONS, width)
         self.genre = nn.Linear(log.genres.shape[1], width, bias=False) if content else None
-        self.years = _table(log.years, width) if content else None
+        self.years = embedding_table(log.years, width) if content else None
         shares = log.genres / log.genres.sum(1, keepdim=True).clamp(min=1)
         self.register_buffer("genres", shares, persistent=False)
         self.register_buffer("year", log.year, persistent=False)
@@ -324,12 +324,6 @@ class Exposures(nn.Module):
         return found
 
 
-def _table(size: int, width: int) -> nn.Embedding:
-    table = nn.Embedding(size, width)
-    nn.init.normal_(table.weight, std=0.5 / width**0.5)
-    return table
-
-
 class PointwiseDIN(nn.Module):
     """Baseline: each candidate attends to the same history by target attention, then a tower; same features."""
 
@@ -337,7 +331,7 @@ class PointwiseDIN(nn.Module):
         super().__init__()
         width = config.width
         self.exposures = Exposures(log, width, content=config.content)
-        self.requests, self.waits = _table(REQUESTS_BACK + 1, width), _table(GAPS + 1, width)
+        self.requests, self.waits = embedding_table(REQUESTS_BACK + 1, width), embedding_table(GAPS + 1, width)
         self.attention, self.history = TargetAttention(width), config.history
         self.tower = MLP(4 * width, 4 * width, 2 * width, len(OUTCOMES), activation="prelu")
 
