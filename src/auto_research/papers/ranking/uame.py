@@ -38,7 +38,7 @@ from auto_research.layers.transformer import TransformerEncoder
 from auto_research.runtime.device import device_for
 from auto_research.study.compare import Comparison, Trained, Variant
 from auto_research.study.specimen import Specimen
-from auto_research.study.verdict import Clause, beats, mean_above, not_below
+from auto_research.study.verdict import Clause, Difference, beats, mean_above, not_below
 from auto_research.tasks.base import Batch, Recipe, fit
 from auto_research.tasks.ensemble import BEHAVIOURS, EnsembleRanking, miniature
 
@@ -285,9 +285,9 @@ def decision_rule() -> list[Clause]:
     ]
 
 
-def _positive(d: object) -> tuple[Literal["holds", "reversed", "undecided"], str]:
+def _positive(d: Difference) -> tuple[Literal["holds", "reversed", "undecided"], str]:
     """Sign of the method's own mean, which a difference holds as baseline + difference."""
-    value = d.baseline_mean + d.mean  # type: ignore[attr-defined]
+    value = d.baseline_mean + d.mean
     return ("holds" if value > 0 else "reversed"), f"mean Spearman correlation {value:+.4f}"
 
 
