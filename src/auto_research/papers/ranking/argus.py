@@ -574,7 +574,7 @@ def run(study: Study) -> Comparison:
         steps=total,
         device=device,
         recipe=recipe,
-        learning_rates=(4e-3,),
+        learning_rates=(4e-3,) if study.budget == "smoke" else (1e-3, 4e-3),
         clauses=decision_rule(config, costs),
     )
 

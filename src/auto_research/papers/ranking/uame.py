@@ -311,14 +311,17 @@ def run(study: Study) -> Comparison:
     )
     config = UAMEConfig(width=study.size("width", smoke=32, standard=32), warm_steps=max(1, steps // 10))
     tries = study.size("formulas", smoke=4, standard=64)
-    omega: dict[int, Tensor] = {}
+    omega: dict[int, dict[float, Tensor]] = {}  # seed -> learning rate -> weights of pairs that the full method found
 
     def arm(name: str, config: UAMEConfig) -> Variant:
         def train(seed: int, rate: float) -> Trained:
-            model = UAME(task.num_users, task.genres, config, omega[seed] if name == RANDOM else None)
+            borrowed = None
+            if name == RANDOM:  # of the same rate where the full method was trained at it
+                borrowed = omega[seed].get(rate, next(iter(omega[seed].values())))
+            model = UAME(task.num_users, task.genres, config, borrowed)
             fitted = fit(model, task, steps=steps, seed=seed, device=device, recipe=replace(recipe, learning_rate=rate))
             if name == FULL:
-                omega[seed] = model.omega.cpu()
+                omega.setdefault(seed, {})[rate] = model.omega.cpu()
             serving = sum(p.numel() for part in (model.host, model.mean) for p in part.parameters())
             return Trained(model, fitted.steps, parameters=serving, logged={"best step": float(fitted.best_step)})
 
