@@ -39,6 +39,7 @@ __all__ = [
     "is_offline",
     "load_causal_lm",
     "load_text_encoder",
+    "load_tokenizer",
     "load_vision_language",
     "prepare_checkpoint",
     "resolve",
@@ -407,7 +408,7 @@ def load_causal_lm(
             f"choose a causal checkpoint such as {_names('causal_lm')}"
         )
     model = _load_model(resolved, "AutoModelForCausalLM", resolved.entry.head_class, device, dtype, frozen)
-    return model, _load_tokenizer(resolved, model)
+    return model, load_tokenizer(resolved, model)
 
 
 def load_text_encoder(
@@ -423,7 +424,7 @@ def load_text_encoder(
     for :func:`load_causal_lm`; parameters are frozen unless ``frozen=False``.
     """
     model = _load_model(resolved, "AutoModel", resolved.entry.base_class, device, dtype, frozen)
-    return model, _load_tokenizer(resolved, model)
+    return model, load_tokenizer(resolved, model)
 
 
 def load_vision_language(
@@ -515,7 +516,11 @@ def _check_weights(resolved: Resolved, model: nn.Module, report: dict[str, Any])
         )
 
 
-def _load_tokenizer(resolved: Resolved, model: Any) -> Any:
+def load_tokenizer(resolved: Resolved, model: Any) -> Any:
+    """The tokenizer of a checkpoint, as :func:`load_causal_lm` returns it.
+
+    ``model`` says how many tokens are embedded and how many positions there are; on the meta device it will do.
+    """
     import transformers
 
     named = (resolved.path / "tokenizer_config.json").is_file()

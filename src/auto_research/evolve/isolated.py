@@ -41,6 +41,7 @@ def prepare(payload: dict[str, Any]) -> dict[str, Any]:
         floors=floors,
         anchors=anchors,
         sizes=sizes.values,
+        checkpoints=data.checkpoints,
     )
     return prepared.model_dump(mode="json")
 

@@ -211,6 +211,7 @@ class Prepared(Record):
     floors: dict[str, float]
     anchors: dict[str, float]
     sizes: dict[str, int]
+    checkpoints: dict[str, str] = {}
 
 
 class Paired(Part):

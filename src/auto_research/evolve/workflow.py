@@ -93,6 +93,7 @@ class Data:
         hygiene: findings of the split check, as numbers: distinct examples a part, overlaps (`must_be_zero`).
         stand_in: why this is not the data that the workflow is about; empty when it is.
         examples: number of distinct validation examples.
+        checkpoints: label -> where the pretrained weights come from, of workflows that use some.
     """
 
     parts: Any
@@ -100,6 +101,7 @@ class Data:
     hygiene: dict[str, int]
     examples: int
     stand_in: str = ""
+    checkpoints: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
