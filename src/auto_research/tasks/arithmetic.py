@@ -1,10 +1,9 @@
-"""Arithmetic exercises: enumerated expressions, a split without leaks, a character vocabulary and an answer parser."""
+"""Arithmetic exercises: enumerated expressions, a split without leaks, and a character vocabulary."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -18,26 +17,6 @@ VOCABULARY = ("<pad>", "<end>", *_CHARACTERS)
 """Token of each id."""
 
 _IDS = {character: i for i, character in enumerate(VOCABULARY)}
-_ANSWER = re.compile(r"answer\s*:", re.IGNORECASE)
-# A sign counts where it cannot be an operator: not right behind a word or a closing bracket. Commas stand only between
-# digits.
-_NUMBER = re.compile(r"((?<![\w)\]])[-+\u2212])?([0-9]+(?:,[0-9]+)*(?:\.[0-9]+)?|\.[0-9]+)")
-
-
-def parse_answer(text: str) -> str | None:
-    """The number that a free text gives as its answer, in plain form ("12", "-3", "2.5"); None without a number.
-
-    It is the last signed number after "Answer:" where that occurs, else the last number of the text. Commas inside
-    digits, leading zeros, trailing zeros of a fraction and the sign of zero are dropped: "1,250.0" is "1250".
-    """
-    marker = _ANSWER.search(text)
-    found = _NUMBER.findall(text, marker.end() if marker else 0)
-    if not found:
-        return None
-    sign, digits = found[-1]
-    whole, _, fraction = digits.replace(",", "").partition(".")
-    number = f"{whole.lstrip('0') or '0'}.{fraction.rstrip('0')}".rstrip(".")
-    return f"-{number}" if sign in ("-", "\u2212") and number != "0" else number
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from auto_research.evolve.workflow import Progress, Scores, Sizes
 from auto_research.evolve.workflows.arithmetic import PAIR_LOSSES, PASS_K, REFERENCED, REPLAY_EVERY
 from auto_research.layers import preference
 from auto_research.layers.transformer import BlockCache, CausalTransformer, init_transformer, reorder_cache
+from auto_research.tasks.answers import parse_answer
 from auto_research.tasks.arithmetic import (
     END,
     PAD,
@@ -27,7 +28,6 @@ from auto_research.tasks.arithmetic import (
     decode,
     encode_prompts,
     encode_responses,
-    parse_answer,
 )
 
 POSITIONS = 20
