@@ -18,7 +18,16 @@ from typing import Any
 from auto_research.runtime.cache import CACHE_VARIABLE
 from auto_research.runtime.errors import UserError
 
-__all__ = ["build_once", "check_folder", "content_digest", "is_complete", "quiet", "read_config", "weight_files"]
+__all__ = [
+    "build_once",
+    "check_folder",
+    "content_digest",
+    "is_complete",
+    "is_readable",
+    "quiet",
+    "read_config",
+    "weight_files",
+]
 
 LOCK_SECONDS = 900.0
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt")
@@ -135,6 +144,15 @@ def _check_safetensors(file: Path) -> None:
                 raise UserError(f"{file} holds no weights; fetch the checkpoint again")
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file} is truncated or damaged ({error}); fetch the checkpoint again") from error
+
+
+def is_readable(file: Path) -> bool:
+    """Whether a safetensors file is as long as its header promises and holds weights."""
+    try:
+        _check_safetensors(file)
+    except UserError:
+        return False
+    return True
 
 
 def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
