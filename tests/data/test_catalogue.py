@@ -74,6 +74,8 @@ def test_every_entry_is_complete():
         "gsm8k",
         "tiny-shakespeare",
         "alpaca-en-demo",
+        "dpo-en-demo",
+        "ultrafeedback",
     }
     assert len({entry.folder for entry in CATALOGUE.values()}) == len(CATALOGUE)
     for entry in CATALOGUE.values():

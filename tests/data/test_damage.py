@@ -11,11 +11,17 @@ from hypothesis import strategies as st
 
 from auto_research.data.amazon import read_5core_json, read_beauty_sequences, read_minionerec
 from auto_research.data.movielens import read_1m, read_100k, read_latest_small
+from auto_research.data.preferences import read_dpo_demo, read_ultrafeedback
 from auto_research.data.reasoning import read_gsm8k
 from auto_research.data.text import read_alpaca, read_wikitext2
 from auto_research.runtime.errors import UserError
 
 _HISTORY = "user_id,history_item_title,item_title,history_item_id,item_id,history_item_sid,item_sid\n"
+_PAIR = (
+    b'{"prompt": "a", "chosen": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], '
+    b'"rejected": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "c"}], "score_chosen": 2.0, '
+    b'"score_rejected": 1.0}'
+)
 _REVIEW = {"reviewerID": "U", "asin": "B1", "overall": 4.0, "unixReviewTime": 9}
 
 SOUND: dict[str, tuple[Callable[[Path], object], dict[str, bytes]]] = {
@@ -76,6 +82,14 @@ SOUND: dict[str, tuple[Callable[[Path], object], dict[str, bytes]]] = {
         read_alpaca,
         {"alpaca_en_demo.json": b'[{"instruction": "a", "input": "", "output": "b"}]'},
     ),
+    "demo pairs": (
+        read_dpo_demo,
+        {
+            "dpo_en_demo.json": b'[{"conversations": [{"from": "human", "value": "a"}], '
+            b'"chosen": {"from": "gpt", "value": "b"}, "rejected": {"from": "gpt", "value": "c"}}]'
+        },
+    ),
+    "ultrafeedback": (read_ultrafeedback, {f"{split}_prefs.jsonl": _PAIR + b"\n" for split in ("train", "test")}),
     "wikitext": (read_wikitext2, {"valid.txt": b"a b\n", "test.txt": b"c\n"}),
 }
 

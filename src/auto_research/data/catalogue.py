@@ -501,6 +501,44 @@ _ENTRIES = (
             ),
         ),
     ),
+    DatasetEntry(
+        name="dpo-en-demo",
+        title="English preference pairs, LLaMA-Factory's demo set",
+        folder="preferences",
+        source="https://github.com/hiyouga/LLaMA-Factory",
+        licence="Apache-2.0",
+        redistribution="not embedded; fetched from the LLaMA-Factory repository",
+        reader="auto_research.data.preferences:read_dpo_demo",
+        files=(
+            DataFile(
+                name="dpo_en_demo.json",
+                sha256=("b949be2421cfa62744afcf1b479f95b299d643d1a4c1c97d1341b314a1aa5cb3",),
+                size=1_575_286,
+                urls=(f"{_GITHUB}/hiyouga/LLaMA-Factory/main/data/dpo_en_demo.json",),
+            ),
+        ),
+        counts={"pairs": 300},
+    ),
+    DatasetEntry(
+        name="ultrafeedback",
+        title="UltraFeedback, binarised by Hugging Face H4: preference pairs",
+        folder="ultrafeedback",
+        source="https://huggingface.co/datasets/HuggingFaceH4/ultrafeedback_binarized",
+        licence="MIT",
+        redistribution="allowed with the licence notice; not embedded for its size",
+        reader="auto_research.data.preferences:read_ultrafeedback",
+        files=tuple(
+            DataFile(
+                name=file,
+                urls=tuple(
+                    f"https://huggingface.co/datasets/HuggingFaceH4/ultrafeedback_binarized/resolve/{commit}/data/{file}"
+                    for commit in ("292c16329d921287c4166934cac1a6ad1e13a6c5", "main")
+                ),
+            )
+            for file in ("train_prefs-00000-of-00001.parquet", "test_prefs-00000-of-00001.parquet")
+        ),
+        counts={"train": 61_135, "test": 2_000},
+    ),
 )
 
 CATALOGUE: dict[str, DatasetEntry] = {entry.name: entry for entry in _ENTRIES}
