@@ -28,6 +28,7 @@ from auto_research.evolve.promotion import (
     ranking_score,
     summarise,
     survivors,
+    violations,
 )
 from auto_research.evolve.records import CellResult, Paired, Trial
 
@@ -235,6 +236,57 @@ def test_a_hard_limit_bars_promotion() -> None:
     decision = decide(1, parent, [over, under], config(), Limited())
     assert decision.champion == "g1-2"
     assert "g1-1: not promotable (breaks closeness above 0.8)" in decision.reason
+
+
+class Frugal(ToyWorkflow):
+    """Closeness stands for a measured cost of at most 0.8 here."""
+
+    def limits(self, sizes: Any) -> dict[str, float]:
+        return {"closeness": 0.8}
+
+
+def test_a_measured_limit_decides_what_is_feasible() -> None:
+    parent = made("baseline", {1: 0.5, 2: 0.51, 3: 0.52})
+    over, at = made("g1-1", {1: 0.9, 2: 0.91, 3: 0.92}), made("g1-2", {1: 0.8, 2: 0.8, 3: 0.8})
+    decision = decide(1, parent, [over, at], config(), Frugal())
+    assert decision.champion == "g1-2", "a mean at its limit is feasible"
+    assert "g1-1: not promotable (breaks closeness 0.91 above its limit 0.8)" in decision.reason
+
+
+def test_a_champion_beyond_its_limit_makes_way_for_any_child_within() -> None:
+    parent = made("baseline", {1: 0.9, 2: 0.91, 3: 0.92})
+    worse, worst = made("g1-1", {1: 0.7, 2: 0.71, 3: 0.73}), made("g1-2", {1: 0.1, 2: 0.12, 3: 0.11})
+    decision = decide(1, parent, [worst, worse], config(), Frugal())
+    assert decision.champion == "g1-1", "the best of those within"
+    assert decision.reason.startswith("g1-1 replaces baseline, which breaks closeness 0.91 above its limit 0.8")
+    beyond = made("g1-3", {1: 0.95, 2: 0.96, 3: 0.99})
+    kept = decide(1, parent, [beyond], config(), Frugal())
+    assert kept.champion == "baseline"
+    assert kept.reason.startswith("no improvement found: baseline stays, though it breaks closeness 0.91")
+
+
+def test_a_limit_on_what_is_not_measured_is_broken() -> None:
+    assert violations(made("a", {1: 0.5}), ToyWorkflow(), {"cost": 1.0}) == ["cost is not measured"]
+    assert violations(made("a", {1: 0.5}), ToyWorkflow(), {"closeness": 0.4}) == [
+        "closeness 0.5 above its limit 0.4",
+    ]
+
+
+def test_seeds_that_change_no_example_are_one_observation_whatever_the_clock_says() -> None:
+    """Greedy decoding with three seeds: each took another time, and all gave the same answers."""
+
+    def timed(id: str, units: list[float]) -> Trial:
+        trial = made(id, dict.fromkeys((1, 2, 3), sum(units) / len(units)))
+        for second, one in enumerate(trial.cells):
+            assert one.metrics is not None
+            one.units, one.metrics["latency_s"] = units, float(second)
+        return trial
+
+    parent, child = timed("baseline", [0.0, 1.0, 0.0, 1.0]), timed("g1-1", [1.0, 1.0, 0.0, 1.0])
+    found = against(child, parent)
+    assert (found.by, found.n, found.provisional) == ("examples", 4, True)
+    assert found.se is not None
+    assert found.se > 0
 
 
 def test_one_seed_promotes_in_a_smoke_run_alone() -> None:

@@ -10,8 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from auto_research.evolve.cells import (
     HEARTBEAT,
     Heartbeat,
@@ -21,7 +19,7 @@ from auto_research.evolve.cells import (
     peaks,
     use_device,
 )
-from auto_research.evolve.promotion import compare
+from auto_research.evolve.promotion import compare, mean_metrics
 from auto_research.evolve.records import Candidate, CellResult, RunConfig, TestResult, Trial
 from auto_research.evolve.workflow import Sizes, Workflow, become_finaliser
 from auto_research.evolve.workflows import workflow as find_workflow
@@ -95,13 +93,7 @@ def test_result(
             if cell["candidate"] == candidate.id
         ]
         trials.append(Trial(candidate=candidate, state="completed", cells=cells))
-    metrics = {
-        trial.candidate.id: {
-            name: float(np.mean([(cell.metrics or {})[name] for cell in trial.cells]))
-            for name in trial.cells[0].metrics or {}
-        }
-        for trial in trials
-    }
+    metrics = {trial.candidate.id: mean_metrics(trial) for trial in trials}
     gain = None
     if len(trials) == 2:
         gain = compare(trials[1], trials[0], workflow, z=config.confirm_z, noise=noise, n_min=config.n_min)

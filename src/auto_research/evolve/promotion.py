@@ -17,6 +17,7 @@ from typing import Literal
 
 import numpy as np
 
+from auto_research.evolve.cells import sizes_for
 from auto_research.evolve.records import Candidate, CellResult, Decision, Paired, RunConfig, Trial, TrialState
 from auto_research.evolve.workflow import Workflow
 
@@ -122,8 +123,9 @@ def summarise(
     noise: float | None = None,
     parent: Trial | None = None,
     n_min: int = 3,
+    limits: Mapping[str, float] | None = None,
 ) -> Trial:
-    """A candidate with its cells as a trial: state, mean over the finished seeds, deviation, score, gain.
+    """A candidate with its cells as a trial: state, mean over the finished seeds, deviation, score, gain, violations.
 
     A seed that did not finish makes the trial `partial`; its mean then covers the finished seeds alone, and the state
     says so wherever it is shown.
@@ -134,6 +136,7 @@ def summarise(
         trial.mean = float(np.mean(found))
         trial.deviation = float(np.std(found, ddof=1)) if len(found) > 1 else None
         trial.score = ranking_score(found, direction=workflow.direction, z=z, noise=noise)
+        trial.violations = violations(trial, workflow, limits)
         if parent is not None:
             trial.gain = compare(trial, parent, workflow, z=z, noise=noise, n_min=n_min)
     return trial
@@ -170,8 +173,8 @@ def paired(
     * Two or more seeds: SE from the differences. Fewer than `n_min` are provisional.
     * One seed: no standard error of its own; `noise`, the baseline's single-run deviation, stands in for it.
     * Seeds that change nothing are one observation, however many there are: always where the workflow is not
-      `stochastic`, and where every seed gave both sides the same numbers. SE then comes from a paired bootstrap over
-      examples (`units`); fewer than 200 examples are provisional.
+      `stochastic`, and where every seed gave both sides the same values of all examples. SE then comes from a paired
+      bootstrap over examples (`units`); fewer than 200 examples are provisional.
     """
     ours, theirs = completed(child, metric), completed(parent, metric)
     both = [seed for seed in ours if seed in theirs]
@@ -210,8 +213,12 @@ def paired(
 
 
 def _alike(*sides: Sequence[CellResult]) -> bool:
-    """Whether all cells of each side hold the same numbers."""
-    return all((c.metrics, c.units) == (cells[0].metrics, cells[0].units) for cells in sides for c in cells)
+    """Whether all cells of each side hold the same numbers: of each example where there are units, else the metrics.
+
+    Metrics may hold times, which no two runs share.
+    """
+    numbers = [[c.units or c.metrics for c in cells] for cells in sides]
+    return all(found == cells[0] for cells in numbers for found in cells)
 
 
 def bootstrap_error(differences: np.ndarray) -> float:
@@ -248,12 +255,23 @@ def compare(
 # ----------------------------------------------------------------------------------------------- decisions
 
 
-def obstacle(trial: Trial, workflow: Workflow) -> str:
+def violations(trial: Trial, workflow: Workflow, limits: Mapping[str, float] | None = None) -> list[str]:
+    """The hard constraints that a trial's means over seeds break, in words: the workflow's own, and its `limits`."""
+    found = mean_metrics(trial)
+    beyond = [
+        f"{name} {found[name]:.4g} above its limit {most:.4g}" if name in found else f"{name} is not measured"
+        for name, most in (limits or {}).items()
+        if not found.get(name, math.inf) <= most * (1 + 1e-9)  # a mean of equal values may round up
+    ]
+    return [*workflow.violations(found), *beyond]
+
+
+def obstacle(trial: Trial, workflow: Workflow, limits: Mapping[str, float] | None = None) -> str:
     """Why a trial cannot be promoted whatever its numbers; "" when nothing stands in the way."""
     if trial.state != "completed":
         unfinished = [f"seed {c.seed} {c.state.replace('_', ' ')}" for c in trial.cells if c.state != "completed"]
         return ", ".join([trial.state, *unfinished])
-    broken = workflow.violations(mean_metrics(trial))
+    broken = violations(trial, workflow, limits)
     return f"breaks {', '.join(broken)}" if broken else ""
 
 
@@ -277,8 +295,11 @@ def decide(
     """The parent of the next generation: the child with the highest lower bound among those that clear, or as before.
 
     In a smoke run a provisional comparison (too few seeds or examples) may promote too, and the reason says so; it is
-    never a claim. `noise` is the baseline's `noise_floor`.
+    never a claim. `noise` is the baseline's `noise_floor`. A champion that breaks a hard constraint makes way for the
+    best child that breaks none, whatever their difference.
     """
+    limits = workflow.limits(sizes_for(workflow, config))
+    outside = violations(champion, workflow, limits)
     comparisons: list[Paired] = []
     ready: list[tuple[float, Paired]] = []
     remarks: list[str] = []
@@ -288,25 +309,28 @@ def decide(
         comparison = compare(child, champion, workflow, z=config.z, noise=noise, n_min=config.n_min)
         if comparison is not None:
             comparisons.append(comparison)
-        if barred := obstacle(child, workflow):
+        if barred := obstacle(child, workflow, limits):
             remarks.append(f"{child.candidate.id}: not promotable ({barred})")
         elif comparison is None:
             remarks.append(f"{child.candidate.id}: shares no finished seed with {champion.candidate.id}")
         else:
             bound = comparison.gain if comparison.lower is None else comparison.lower
-            may = cleared(comparison, n_min=config.n_min, z=config.z, delta_min=config.delta_min) or (
-                config.budget == "smoke" and comparison.provisional and bound > config.delta_min
+            may = (
+                bool(outside)
+                or cleared(comparison, n_min=config.n_min, z=config.z, delta_min=config.delta_min)
+                or (config.budget == "smoke" and comparison.provisional and bound > config.delta_min)
             )
             remarks.append(in_words(comparison))
             if may:
                 ready.append((bound, comparison))
     kept = champion.candidate.id
     if not ready:
-        why = f"no improvement found: {kept} stays"
+        why = f"no improvement found: {kept} stays" + (f", though it breaks {', '.join(outside)}" if outside else "")
         best = None
     else:
         best = max(ready, key=lambda found: found[0])[1]
         why = f"{best.child} replaces {kept}" + (" provisionally" if best.provisional else "")
+        why += f", which breaks {', '.join(outside)}" if outside else ""
     return Decision(
         generation=generation,
         parent=kept,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from auto_research.evolve.attempts import read_attempts
-from auto_research.evolve.cells import cell_id
+from auto_research.evolve.cells import cell_id, sizes_for
 from auto_research.evolve.events import State, controller_alive, rebuild
 from auto_research.evolve.genome import find_evidence
 from auto_research.evolve.promotion import noise_floor, summarise
@@ -42,7 +42,7 @@ def _trials(
     noise: float | None,
 ) -> list[Trial]:
     """Candidates with the cells they have in one role, each compared with its first parent in `known`."""
-    found = []
+    found, limits = [], workflow.limits(sizes_for(workflow, config))
     for candidate in candidates:
         ids = [cell_id(candidate, seed, role) for seed in seeds]
         parent = known.get(candidate.parents[0]) if candidate.parents else None
@@ -55,6 +55,7 @@ def _trials(
             noise=noise,
             parent=parent,
             n_min=config.n_min,
+            limits=limits,
         )
         found.append(trial)
     return found

@@ -212,6 +212,7 @@ class Prepared(Record):
     anchors: dict[str, float]
     sizes: dict[str, int]
     checkpoints: dict[str, str] = {}
+    limits: dict[str, float] = {}
 
 
 class Paired(Part):
@@ -259,7 +260,7 @@ class TestResult(Record):
 
 
 class Trial(Part):
-    """A candidate with its cells."""
+    """A candidate with its cells; `violations` are the hard constraints that its measured metrics break, in words."""
 
     candidate: Candidate
     state: TrialState
@@ -267,6 +268,7 @@ class Trial(Part):
     deviation: float | None = None
     score: float | None = None
     gain: Paired | None = None
+    violations: list[str] = []
     cells: list[CellResult] = []
 
 

@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from auto_research.evolve.promotion import mean_metrics
+from auto_research.evolve.cells import sizes_for
+from auto_research.evolve.promotion import violations
 from auto_research.evolve.records import Candidate, RunConfig, Trial
 from auto_research.evolve.space import CONTROL, Axis, Genome, Space
 from auto_research.evolve.workflow import Workflow
@@ -109,7 +110,7 @@ def outcome(config: RunConfig, workflow: Workflow, trial: Trial) -> tuple[list[f
     if trial.state not in ("completed", "screened_out") or trial.mean is None:
         return None
     values = [trial.mean, trial.candidate.flops] if config.sampler == "nsga2" else [trial.mean]
-    return values, {VIOLATIONS: float(len(workflow.violations(mean_metrics(trial))))}
+    return values, {VIOLATIONS: float(len(violations(trial, workflow, workflow.limits(sizes_for(workflow, config)))))}
 
 
 def attributes(candidate: Candidate) -> dict[str, Any]:

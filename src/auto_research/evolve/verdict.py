@@ -73,7 +73,9 @@ def reductions(
         found += [
             f"{name} {value} instead of {own[name]}"
             for name, value in prepared.sizes.items()
-            if name not in NOT_A_REDUCTION and name in own and value < min(own[name], standard.get(name, own[name]))
+            if name not in (*NOT_A_REDUCTION, *workflow.settings)
+            and name in own
+            and value < min(own[name], standard.get(name, own[name]))
         ]
     if prepared.stand_in:
         found.append("stand-in data")
@@ -149,4 +151,6 @@ def _found(
 def _failures(trials: Sequence[Trial]) -> str:
     ran = [t for t in trials if t.state not in ("duplicate", "infeasible", "planned")]
     lost = [t for t in ran if t.state in ("failed", "partial")]
-    return f" {len(lost)} of {len(ran)} candidates did not complete." if lost else ""
+    beyond = [t.candidate.id for t in ran if t.violations]
+    said = f" {len(lost)} of {len(ran)} candidates did not complete." if lost else ""
+    return said + (f" Beyond a hard limit: {', '.join(beyond)}." if beyond else "")

@@ -163,6 +163,7 @@ class Workflow(ABC):
             progress is ended long before.
         language_model: cells use transformers, so their fork server imports it once.
         preload: modules the cells' fork server imports instead; None for torch.
+        settings: sizes that are no amounts (prices, limits, rows at a time): a smaller one is no reduction.
     """
 
     key: ClassVar[str]
@@ -186,6 +187,7 @@ class Workflow(ABC):
     cell_seconds: ClassVar[Mapping[Budget, float]] = {"smoke": 900, "standard": 3600, "full": 86_400}
     language_model: ClassVar[bool] = False
     preload: ClassVar[tuple[str, ...] | None] = None
+    settings: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -270,8 +272,15 @@ class Workflow(ABC):
         return {}
 
     def violations(self, metrics: Mapping[str, float]) -> list[str]:
-        """Hard constraints that measured metrics break (cost, latency ...), in words."""
+        """Hard constraints that measured metrics break and that are more than a `limits` value, in words."""
         return []
+
+    def limits(self, sizes: Sizes) -> dict[str, float]:
+        """Hard constraints on what is measured (cost, latency ...): metric -> the largest mean that is feasible.
+
+        A candidate beyond one is never promoted, whatever its primary metric.
+        """
+        return {}
 
 
 _finalising = _searching = False
