@@ -330,6 +330,40 @@ def test_costs_that_exist_and_differ_are_drawn() -> None:
     assert pareto(RECORDS["nothing_completed"]()).plots == []
 
 
+def limited() -> RunRecord:
+    """The improved run with a limit on the latency that its best candidate breaks."""
+    run = improved()
+    name = "scoring_latency_ms"
+    trials = [t.model_copy(deep=True) for t in run.trials]
+    slow = next(t for t in trials if t.candidate.id == run.champion)
+    slow.violations = [f"{name} 9 above its limit 5"]
+    assert run.prepared is not None
+    return run.model_copy(
+        update={"trials": trials, "prepared": run.prepared.model_copy(update={"limits": {name: 5.0}})}
+    )
+
+
+def test_what_breaks_a_hard_limit_is_drawn_and_on_no_front() -> None:
+    run, plain = limited(), pareto(improved())
+    found = pareto(run)
+    assert run.champion in plain.front
+    assert run.champion not in found.front
+    assert run.champion not in found.ranks
+    for drawn in found.plots:
+        point = next(p for p in drawn.points if p.id == run.champion)
+        assert (point.front, point.kind) == (False, "champion barred")
+        assert point.title.endswith("beyond a hard limit")
+        assert any(p.front for p in drawn.points)
+        assert (drawn.limit is not None) == (drawn.name == "scoring latency ms")
+
+
+def test_the_page_says_what_breaks_a_hard_limit() -> None:
+    page, plain = board_html(limited()), board_html(improved())
+    for said in ("beyond a limit", "scoring_latency_ms 9 above its limit 5", "Hard limits: scoring latency ms 5;"):
+        assert said in page
+        assert said not in plain
+
+
 # ------------------------------------------------------------------------------------------- outcome and effects
 
 

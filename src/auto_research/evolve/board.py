@@ -17,13 +17,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from auto_research.evolve import board_plots as plots
 from auto_research.evolve.board_plots import number, short, signed
 from auto_research.evolve.lineage import attribution
-from auto_research.evolve.promotion import Direction, paired, pareto_ranks
+from auto_research.evolve.promotion import Direction, paired
 from auto_research.evolve.records import Attempt, Candidate, CellResult, Paired, RunConfig, RunRecord, Trial
+from auto_research.evolve.slots import CARD_BYTES, MARGIN
 from auto_research.evolve.workflow import must_be_zero
 from auto_research.runtime.records import write_text_atomic
 
@@ -520,6 +519,8 @@ def pareto(record: RunRecord) -> Pareto:
     fitness = {t.candidate.id: t.mean or 0.0 for t in trials}
     kinds = {t.candidate.id: "random" if t.candidate.origin == "random-search" else "" for t in trials}
     kinds |= {"baseline": "baseline", record.champion: "champion"}
+    barred = {t.candidate.id for t in trials if t.violations}
+    limits = record.prepared.limits if record.prepared else {}
     y = plots.scale(fitness.values(), room=0.1)
     larger = record.direction == "max"
     drawn, equal, full = [], [], []
@@ -530,15 +531,32 @@ def pareto(record: RunRecord) -> Pareto:
             equal.append(name.replace("_", " "))
             continue
         items = [(id, cost, fitness[id], kinds[id]) for id, cost in values.items()]
-        drawn.append(plots.scatter(name.replace("_", " "), items, y, larger=larger))
+        words = name.replace("_", " ")
+        drawn.append(plots.scatter(words, items, y, larger=larger, limit=limits.get(name), barred=barred))
         if len(values) == len(trials):
             full.append(values)
     if not full:
         return Pareto(drawn, equal, [], {})
-    objectives = np.array([[fitness[id], *(cost[id] for cost in full)] for id in fitness])
+    objectives = {id: [fitness[id], *(cost[id] for cost in full)] for id in fitness}
     directions: list[Direction] = [record.direction]
-    ranks = dict(zip(fitness, map(int, pareto_ranks(objectives, directions + ["min"] * len(full)))))
+    ranks = plots.feasible_ranks(objectives, directions + ["min"] * len(full), barred)
     return Pareto(drawn, equal, [id for id, rank in ranks.items() if rank == 0], ranks)
+
+
+def card_memory(record: RunRecord) -> str:
+    """The expected memory of a cell on a card of 24 GB, in words; "" where no candidate declares any."""
+    trials = [*record.trials, *record.random_search]
+    needs = {t.candidate.id: t.candidate.memory_bytes for t in trials if t.candidate.memory_bytes and t.cells}
+    if not needs:
+        return ""
+    least, most = min(needs, key=needs.__getitem__), max(needs, key=needs.__getitem__)
+    said = f"{short(needs[most])}B"
+    if needs[least] != needs[most]:
+        said = f"{short(needs[least])}B ({least}) to {said} ({most})"
+    wide = [name for name, need in needs.items() if need * MARGIN > CARD_BYTES]
+    at_once = int(CARD_BYTES // (needs[most] * MARGIN))
+    fits = f"it has no room for {', '.join(wide)}" if wide else f"{at_once} fit{'s' * (at_once == 1)} at a time"
+    return f"On a card of {CARD_BYTES / 1e9:.0f} GB a cell is expected to take {said}; with a margin of 15 %, {fits}."
 
 
 # --------------------------------------------------------------------------------------------------------- failures
@@ -755,6 +773,7 @@ def board_html(record: RunRecord) -> str:
         meaning="" if record.status in STATUS_WORDS else MEANING[record.verdict],
         kind=_kind(record),
         budget=budget(record),
+        card_memory=card_memory(record),
         compared=compared(record),
         lineage=plots.lineage(record.trials, record.champion),
         path=plots.ancestors({t.candidate.id: t for t in record.trials}, record.champion),
@@ -859,6 +878,8 @@ def status_facts(record: RunRecord) -> dict[str, Any]:
         "anchors": record.prepared.anchors if record.prepared else {},
         "hygiene": record.prepared.hygiene if record.prepared else {},
         "stand_in": record.prepared.stand_in if record.prepared else "",
+        "checkpoints": record.prepared.checkpoints if record.prepared else {},
+        "card_memory": card_memory(record),
         "candidates": [_candidate_facts(record, t) for t in trials],
         "decisions": [d.model_dump(mode="json") for d in record.decisions],
         "search": _dump(champion_gain(record)),
@@ -898,6 +919,7 @@ def _candidate_facts(record: RunRecord, trial: Trial) -> dict[str, Any]:
         "deviation": trial.deviation,
         "score": trial.score,
         "gain": _dump(trial.gain),
+        "violations": trial.violations,
         "parameters": c.parameters,
         "flops": c.flops,
     }
@@ -945,6 +967,8 @@ def status_lines(record: RunRecord) -> tuple[list[str], list[str]]:
         above.insert(1, str(record.summary["sentence"]))
     if record.prepared and record.prepared.stand_in:
         above.append(f"stand-in data: {record.prepared.stand_in}")
+    if record.prepared:
+        above += [f"checkpoint: {name}, {source}" for name, source in record.prepared.checkpoints.items()]
     below = [f"champion: {' → '.join(plots.ancestors({t.candidate.id: t for t in record.trials}, record.champion))}"]
     if (found := compared(record)) is not None:
         for step in found.steps:
@@ -956,6 +980,8 @@ def status_lines(record: RunRecord) -> tuple[list[str], list[str]]:
         value = number(record.test.metrics.get("baseline", {}).get(record.metric))
         below.append(f"sealed test, opened {_times(record.test.openings)}: baseline {value}")
     below.append(f"random search: {versus_random(record)}")
+    if memory := card_memory(record):
+        below.append(memory)
     counts: dict[str, int] = {}
     for failure in failures(record):
         counts[failure.state] = counts.get(failure.state, 0) + 1

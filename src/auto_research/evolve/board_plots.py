@@ -6,12 +6,12 @@ So a drawing fills whatever width it gets and its text keeps its size. Templates
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from auto_research.evolve.promotion import pareto_ranks
+from auto_research.evolve.promotion import Direction, pareto_ranks
 from auto_research.evolve.records import CellResult, Trial
 
 MARGIN = 2.0
@@ -306,7 +306,10 @@ class Point:
 
 @dataclass(frozen=True)
 class Scatter:
-    """Fitness against one cost; `path` is the front as steps in a box of 100 by the height."""
+    """Fitness against one cost; `path` is the front as steps in a box of 100 by the height.
+
+    `limit` is (percent, value) of the largest feasible cost; its place is off the scale where it is far away.
+    """
 
     name: str
     points: list[Point]
@@ -314,17 +317,28 @@ class Scatter:
     x_ticks: list[tuple[float, str]]
     y_ticks: list[tuple[float, str]]
     height: int
+    limit: tuple[float, float] | None = None
 
 
 def scatter(
-    name: str, items: Sequence[tuple[str, float, float, str]], y: Scale, *, larger: bool, height: int = 220
+    name: str,
+    items: Sequence[tuple[str, float, float, str]],
+    y: Scale,
+    *,
+    larger: bool,
+    height: int = 220,
+    limit: float | None = None,
+    barred: Collection[str] = (),
 ) -> Scatter:
-    """Items are (id, cost, fitness, kind). The axis is logarithmic when the costs span a factor of 20."""
+    """Items are (id, cost, fitness, kind). The axis is logarithmic when the costs span a factor of 20.
+
+    Candidates in `barred` break a hard constraint: they are drawn and are never on the front.
+    """
     costs = [cost for _, cost, _, _ in items]
     log = min(costs) > 0 and max(costs) / min(costs) > 20
-    x = scale(costs, log=log, room=0.08)
-    rank = pareto_ranks(np.array([[f, c] for _, c, f, _ in items]), ("max" if larger else "min", "min"))
-    front = sorted((c, f) for (_, c, f, _), r in zip(items, rank) if r == 0)
+    x = scale(costs if limit is None else widen(costs, [limit]), log=log, room=0.08)
+    rank = feasible_ranks({id: (f, c) for id, c, f, _ in items}, ("max" if larger else "min", "min"), barred)
+    front = sorted((c, f) for id, c, f, _ in items if rank.get(id) == 0)
     path = ""
     for cost, fitness in front:
         px, py = x(cost), y.up(fitness, height)
@@ -332,20 +346,33 @@ def scatter(
     path += "H100" if path else ""
     taken: list[tuple[float, float, float]] = []
     points = []
-    order = sorted(range(len(items)), key=lambda i: (items[i][3] not in ("baseline", "champion"), rank[i], items[i][1]))
-    for i in order:
-        id, cost, fitness, kind = items[i]
+    last = len(items)
+    for id, cost, fitness, kind in sorted(
+        items, key=lambda item: (item[3] not in ("baseline", "champion"), rank.get(item[0], last), item[1])
+    ):
         px, py = x(cost), y.up(fitness, height)
         anchor = "end" if px > 70 else "start"
         width = 2.4 * min(len(id), 14)
         span = (px - width, px, py) if anchor == "end" else (px, px + width, py)
         free = all(span[1] < a or span[0] > b or abs(py - other) > 13 for a, b, other in taken)
-        label = clip(id, 14) if (rank[i] == 0 or kind in ("baseline", "champion")) and free else ""
+        label = clip(id, 14) if (rank.get(id) == 0 or kind in ("baseline", "champion")) and free else ""
         if label:
             taken.append(span)
-        title = f"{id}: {name} {short(cost)}, {number(fitness)}"
-        points.append(Point(id, px, py, title, bool(rank[i] == 0), kind, label, anchor))
-    return Scatter(name, points[::-1], path, x.ticks, y.rising(height), height)
+        title = f"{id}: {name} {short(cost)}, {number(fitness)}" + (", beyond a hard limit" if id in barred else "")
+        shown = f"{kind} barred".strip() if id in barred else kind
+        points.append(Point(id, px, py, title, rank.get(id) == 0, shown, label, anchor))
+    at = None if limit is None else (x(limit), limit)
+    return Scatter(name, points[::-1], path, x.ticks, y.rising(height), height, at)
+
+
+def feasible_ranks(
+    objectives: Mapping[str, Sequence[float]], directions: Sequence[Direction], barred: Collection[str]
+) -> dict[str, int]:
+    """Non-domination rank by candidate, of those that are not `barred`; 0 is the front."""
+    values = {id: found for id, found in objectives.items() if id not in barred}
+    if not values:
+        return {}
+    return dict(zip(values, map(int, pareto_ranks(np.array(list(values.values())), directions))))
 
 
 def clip(text: str, most: int) -> str:

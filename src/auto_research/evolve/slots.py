@@ -17,6 +17,9 @@ from auto_research.runtime.versions import cores
 MARGIN = 1.15
 """A declared or measured peak is multiplied by this before it must fit."""
 
+CARD_BYTES = 24 * 10**9
+"""Memory of the card that boards compare with: A30, A10, L4, RTX 4090."""
+
 MIB = 2**20
 
 
@@ -89,6 +92,12 @@ class Slots:
     def give(self, slot: Slot) -> None:
         """Return a slot."""
         del self._taken[slot]
+
+    @property
+    def all_threads(self) -> int:
+        """Threads of a cell that runs alone: those of every slot, unless Ray placed it and gave it one slot's."""
+        first = self.slots[0]
+        return first.threads if first.visible is None else sum(slot.threads for slot in self.slots)
 
     @property
     def busy(self) -> int:
