@@ -28,25 +28,28 @@ class HistoryFeatures(nn.Module):
         super().__init__()
         self.rating = embedding_table(ratings, width)
         self.gap = embedding_table(gaps, width)
-        item, genres = (_weight(features, name) for name in ("item", "genres"))
-        self.width = item.shape[1] + genres.shape[1] + 2 * width
+        self.width = content_width(features) + 2 * width
 
     def forward(self, features: FeatureEmbedding, batch: dict[str, Tensor]) -> Tensor:
         """`history_item`, `history_rating`, `history_gap` (B, T) and `history_genres` (B, T, G) -> (B, T, F).
 
         Padding (item 0) gives whatever its codes give: mask it where events are read.
         """
-        genres = _weight(features, "genres")
-        shares = batch["history_genres"].to(genres.dtype)
-        return torch.cat(
-            [
-                F.embedding(batch["history_item"], _weight(features, "item")),
-                shares / shares.sum(-1, keepdim=True).clamp(min=1) @ genres,
-                self.rating(batch["history_rating"]),
-                self.gap(batch["history_gap"]),
-            ],
-            dim=-1,
-        )
+        rating, gap = self.rating(batch["history_rating"]), self.gap(batch["history_gap"])
+        return torch.cat([event_content(features, batch), rating, gap], dim=-1)
+
+
+def event_content(features: FeatureEmbedding, batch: dict[str, Tensor]) -> Tensor:
+    """What each event was about, [item; genres], by the tables of the candidate's fields: (B, T, `content_width`)."""
+    genres = _weight(features, "genres")
+    shares = batch["history_genres"].to(genres.dtype)
+    mixed = shares / shares.sum(-1, keepdim=True).clamp(min=1) @ genres
+    return torch.cat([F.embedding(batch["history_item"], _weight(features, "item")), mixed], dim=-1)
+
+
+def content_width(features: FeatureEmbedding) -> int:
+    """Columns of `event_content`."""
+    return sum(_weight(features, name).shape[1] for name in ("item", "genres"))
 
 
 def _weight(features: FeatureEmbedding, name: str) -> Tensor:
