@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from auto_research.data.impressions import chronological
-from auto_research.data.sequences import Interactions, ItemTable, UserTable
+from auto_research.data.sequences import Interactions, ItemTable
 from auto_research.layers.towers import FeatureEmbedding, Field
 from auto_research.tasks import metrics
 from auto_research.tasks.base import Batch, Evaluation, Mean, PooledAUC, Ratio, Split, UnitMetric
+from auto_research.tasks.event_log import made_up_people
 
 AGE_GROUPS = (18, 25, 35, 45, 50, 56)
 """Lower ends of MovieLens 1M's age groups, used for every data set with ages."""
@@ -132,7 +133,8 @@ class ClickTask:
     inputs of a request (everything but the candidate) are then `request_fields` and the history, those of a candidate
     `candidate_fields`.
 
-    Metrics: `auc` over all examples, `user_auc` (users with both labels), `log_loss`; with `catalogue_users`, on test
+    Metrics: `auc` over all examples, `user_auc` (users with both labels), `log_loss`, and `ne`, normalised entropy: the
+    log-loss over that of the best constant, so that 1 is what a constant reaches; with `catalogue_users`, on test
     only, also `ndcg@10` and `hit@10` of the first liked test event of that many users among all items they have not
     rated before, and the diagnostic `head share@10` (of the most-rated 10 % of items). Units are users. A
     `RequestScorer` reads each of these requests once; the diagnostic `packed gap` is the largest difference to the
@@ -143,11 +145,11 @@ class ClickTask:
         like: smallest rating of a positive label.
         catalogue_users: users ranked over the full catalogue.
         detailed: whether batches hold the details of events and the statistics by side.
+        primary: the metric that chooses on validation.
     """
 
     name = "click ranking"
-    primary = "auc"
-    lower_is_better = frozenset({"log_loss"})
+    lower_is_better = frozenset({"log_loss", "ne"})
 
     def __init__(
         self,
@@ -157,6 +159,7 @@ class ClickTask:
         like: float = 4.0,
         catalogue_users: int = 0,
         detailed: bool = False,
+        primary: str = "auc",
         fractions: tuple[float, float, float] = (0.8, 0.1, 0.1),
     ) -> None:
         if history_length < 1:
@@ -164,6 +167,7 @@ class ClickTask:
         self.num_users, self.num_items = interactions.num_users, interactions.num_items
         self.history_length = history_length
         self.detailed = detailed
+        self.primary = primary
         self.liked_code = int(2 * like)
         train, valid, test = (torch.from_numpy(part) for part in chronological(interactions, fractions))
         self.train, self.validation, self.test = train, valid, test
@@ -181,7 +185,7 @@ class ClickTask:
         last = (end - 1).clamp(min=0)
         known = end > begin
         hour = time // 3600
-        event: Batch = {"user": self.user + 1, **_profile(interactions, self.user)}
+        event: Batch = {"user": self.user + 1, **profile_codes(interactions, self.user)}
         event["hour"] = hour % 24
         event["weekday"] = (hour // 24 + 3) % 7  # 1 January 1970 was a Thursday; 0 is Monday
         seconds = (time - time[last]).clamp(min=1).double()
@@ -311,16 +315,21 @@ class ClickTask:
         if isinstance(model, Reports):
             model.start_report()
         with torch.no_grad():
-            parts = [model.scores(self.rows(part, device)).float() for part in event.to(device).split(4096)]
-            score = torch.cat(parts).cpu()
+            score = self._scores(model, split, device)
             diagnostics = model.report() if isinstance(model, Reports) else {}
             found: dict[str, UnitMetric] = self._pointwise(score, event)
             if split == "test" and len(self._cases):
                 ranked, further = self._catalogue(model, device)
                 found |= ranked
                 diagnostics |= further
+            found["ne"] = self._normalised(found["log_loss"], event)
         model.train(was_training)
         return Evaluation(self.num_users, found, diagnostics)
+
+    def _scores(self, model: nn.Module, split: Split, device: torch.device) -> Tensor:
+        """Logits float32 of the events of a split, in their order, on the CPU."""
+        event = self.validation if split == "validation" else self.test
+        return torch.cat([model.scores(self.rows(part, device)).float() for part in event.split(4096)]).cpu()
 
     def _pointwise(self, score: Tensor, event: Tensor) -> dict[str, UnitMetric]:
         label, user = self.label[event], self.user[event]
@@ -331,6 +340,13 @@ class ClickTask:
         loss = zeros.index_add(0, user, metrics.log_loss(score, label).double())
         count = zeros.index_add(0, user, torch.ones_like(score, dtype=torch.float64))
         return {"auc": PooledAUC(score, label, user), "user_auc": Mean(per_user), "log_loss": Ratio(loss, count)}
+
+    def _normalised(self, log_loss: UnitMetric, event: Tensor) -> Ratio:
+        """The log-loss over the entropy of the share of likes among `event`."""
+        assert isinstance(log_loss, Ratio)
+        share = self.label[event].double().mean()
+        entropy = torch.special.entr(torch.stack([share, 1 - share])).sum()
+        return Ratio(log_loss.numerator, log_loss.denominator * entropy)
 
     # -- full catalogue ----------------------------------------------------------------------------------------
 
@@ -396,6 +412,15 @@ class ClickTask:
         return torch.where(position >= begin, self.item[position.clamp(min=0)] + 1, 0)
 
 
+def pad_history(batch: Batch, by: int = 2) -> Batch:
+    """The batch with `by` more columns of padding before its histories (B, T) and (B, T, G)."""
+
+    def pad(name: str, value: Tensor) -> Tensor:
+        return F.pad(value, (0, 0) * (value.dim() - 2) + (by, 0)) if name.startswith("history_") else value
+
+    return {name: pad(name, value) for name, value in batch.items()}
+
+
 def shares_requests(model: nn.Module) -> bool:
     """Whether a model, as configured, reads a request once for all of its candidates."""
     return isinstance(model, RequestScorer) and model.shares_requests
@@ -408,7 +433,7 @@ def _strictly_earlier(offsets: Tensor, user: Tensor, moment: Tensor) -> tuple[Te
     return begin, torch.searchsorted(key, key)
 
 
-def _profile(interactions: Interactions, user: Tensor) -> Batch:
+def profile_codes(interactions: Interactions, user: Tensor) -> Batch:
     """Demographic codes of each event's user (E,), from 1; nothing where the data set has no demographics."""
     table = interactions.users
     if table is None:
@@ -439,13 +464,6 @@ def miniature(
     genres = generator.random((items, 3)) < 0.4
     table = ItemTable.of_ids([str(i) for i in range(items)])
     table = replace(table, genres=genres, genre_names=("a", "b", "c"), year=1990 + np.arange(items) % 9)
-    people = UserTable(
-        gender=np.arange(users) % 2,
-        age=15 + 7 * np.arange(users),
-        occupation=np.arange(users) % 3,
-        zip=np.arange(users) % 4,
-        zip_names=("01", "12", "13", "9x"),
-    )
     item = np.argsort(generator.random((users, items)), axis=1)[:, :events]
     return ClickTask(
         Interactions.from_events(
@@ -455,7 +473,7 @@ def miniature(
             rating=generator.integers(1, 6, users * events).astype(np.float32),
             time=1_000_000 + generator.integers(0, 4_000, users * events) * 1_000,
             items=table,
-            users=people,
+            users=made_up_people(users),
         ),
         history_length=history_length,
         detailed=detailed,
@@ -494,6 +512,6 @@ class PastMeans(nn.Module):
     """Floor without parameters: the sum of the user's and the item's past means."""
 
     def scores(self, batch: Batch) -> Tensor:
-        """Logit (B,): the means are centred and scaled to ±1, so that their sum is one of about the right size."""
+        """Logit of each row of `statistics`: the means are centred and scaled to ±1, so that their sum is one of about the right size."""
         statistics = batch["statistics"]
-        return statistics[:, STATISTICS.index("user mean")] + statistics[:, STATISTICS.index("item mean")]
+        return statistics[..., STATISTICS.index("user mean")] + statistics[..., STATISTICS.index("item mean")]

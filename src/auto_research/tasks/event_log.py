@@ -13,11 +13,12 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from auto_research.data.impressions import chronological
-from auto_research.data.sequences import Interactions, ItemTable
+from auto_research.data.sequences import Interactions, ItemTable, UserTable
 from auto_research.layers.longer import gap_buckets
+from auto_research.layers.towers import embedding_table
 
 ACTIONS = 6
 """Action codes: the rating in whole stars, rounded up, from 1 to 5; 0 is padding."""
@@ -98,8 +99,36 @@ def since(begins: Tensor) -> Tensor:
     return position - torch.where(begins, position, 0).cummax(0).values
 
 
+class Exposures(nn.Module):
+    """φ(x), an item's vector from its id, genres and year, and ψ(a), an action's."""
+
+    genres: Tensor
+    year: Tensor
+
+    def __init__(self, log: EventLog, width: int, *, content: bool = True) -> None:
+        super().__init__()
+        self.item, self.action = embedding_table(log.num_items + 1, width), embedding_table(ACTIONS, width)
+        self.genre = nn.Linear(log.genres.shape[1], width, bias=False) if content else None
+        self.years = embedding_table(log.years, width) if content else None
+        shares = log.genres / log.genres.sum(1, keepdim=True).clamp(min=1)
+        self.register_buffer("genres", shares, persistent=False)
+        self.register_buffer("year", log.year, persistent=False)
+
+    def forward(self, item: Tensor) -> Tensor:
+        """Shifted items (...) -> (..., d)."""
+        found = self.item(item)
+        if self.genre is not None and self.years is not None:
+            found = found + self.genre(self.genres[item]) + self.years(self.year[item])
+        return found
+
+
 def miniature(users: int = 6, items: int = 30, events: int = 40, *, seed: int = 0) -> EventLog:
     """A made-up log for specimens and tests; always the same for the same arguments."""
+    return EventLog.of(miniature_ratings(users, items, events, seed=seed))
+
+
+def miniature_ratings(users: int = 6, items: int = 30, events: int = 40, *, seed: int = 0) -> Interactions:
+    """The ratings behind `miniature`, by users with demographics."""
     generator = np.random.default_rng(seed)
     table = replace(
         ItemTable.of_ids([str(i) for i in range(items)]),
@@ -109,13 +138,23 @@ def miniature(users: int = 6, items: int = 30, events: int = 40, *, seed: int = 
     )
     repeats = -(-events // items)
     item = np.concatenate([np.argsort(generator.random((users, items)), axis=1) for _ in range(repeats)], axis=1)
-    return EventLog.of(
-        Interactions.from_events(
-            "miniature",
-            user=np.repeat(np.arange(users), events),
-            item=item[:, :events].ravel(),
-            rating=generator.integers(1, 6, users * events).astype(np.float32),
-            time=1_000_000 + np.cumsum(generator.integers(1, 900, users * events)),
-            items=table,
-        )
+    return Interactions.from_events(
+        "miniature",
+        user=np.repeat(np.arange(users), events),
+        item=item[:, :events].ravel(),
+        rating=generator.integers(1, 6, users * events).astype(np.float32),
+        time=1_000_000 + np.cumsum(generator.integers(1, 900, users * events)),
+        items=table,
+        users=made_up_people(users),
+    )
+
+
+def made_up_people(users: int) -> UserTable:
+    """Demographics of users 0..users-1 that differ among them."""
+    return UserTable(
+        gender=np.arange(users) % 2,
+        age=15 + 7 * np.arange(users),
+        occupation=np.arange(users) % 3,
+        zip=np.arange(users) % 4,
+        zip_names=("01", "12", "13", "9x"),
     )

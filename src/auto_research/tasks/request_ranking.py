@@ -13,15 +13,20 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from auto_research.layers.heads import binary_task_losses
 from auto_research.layers.longer import gap_buckets
 from auto_research.tasks import metrics
 from auto_research.tasks.base import Batch, Evaluation, Mean, PooledAUC, Ratio, Split, UnitMetric
-from auto_research.tasks.event_log import LIKED, LOVED, EventLog, since
+from auto_research.tasks.event_log import ACTIONS, LIKED, LOVED, EventLog, since
 
 OUTCOMES = {"like": LIKED, "love": LOVED}
 REQUESTS_BACK = 32
 """Requests of the past that are told apart; older ones share the last code."""
+
+
+HISTORY_COLUMNS = ("item", "action", "back", "wait", "age")
 
 
 class RequestRanking:
@@ -140,3 +145,30 @@ class RequestRanking:
             f"{name} user_auc": Mean(areas),
             f"{name} log_loss": Ratio(loss, count),
         }
+
+
+def outcome_loss(logits: Tensor, label: Tensor) -> Tensor:
+    """Mean over outcomes of the binary cross-entropy of logits (B, m, 2) against labels (B, m, 2), NaN at padding."""
+    by_outcome = (dict(zip(OUTCOMES, part.unbind(-1), strict=True)) for part in (logits, label))
+    return torch.stack([*binary_task_losses(*by_outcome).values()]).mean()
+
+
+def candidates_apart(batch: Batch) -> Batch:
+    """Every candidate as a request of its own: (B, m) candidates become (B·m, 1), those of a request adjacent."""
+    count = batch["candidate"].shape[1]
+    own = ("candidate", "outcome", "label")
+    return {
+        name: value.flatten(0, 1)[:, None] if name in own else value.repeat_interleave(count, dim=0)
+        for name, value in batch.items()
+    }
+
+
+def pad_requests(batch: Batch, by: int = 2) -> Batch:
+    """The batch with `by` more columns of padding before its histories (B, n)."""
+    return {name: F.pad(value, (by, 0)) if name in HISTORY_COLUMNS else value for name, value in batch.items()}
+
+
+def change_outcomes(batch: Batch) -> Batch:
+    """The batch with other reactions at the candidates: all that is in it and later than the scores."""
+    outcome = batch["outcome"]
+    return {**batch, "label": 1 - batch["label"], "outcome": (ACTIONS - outcome).where(outcome > 0, 0)}

@@ -15,17 +15,15 @@ Letters: B requests, n history events, m candidates, T tokens, d width, H heads.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from auto_research.layers.attention import KVCache, alibi
-from auto_research.layers.heads import TaskHeads, binary_task_losses
+from auto_research.layers.heads import TaskHeads
 from auto_research.layers.hstu import HSTUBlock, RelativeBias
 from auto_research.layers.longer import GAPS
 from auto_research.layers.towers import MLP, TargetAttention, embedding_table
@@ -36,8 +34,16 @@ from auto_research.study.scaling import scaling_curve
 from auto_research.study.specimen import Specimen
 from auto_research.study.verdict import Clause, Compare, State, beats, fact
 from auto_research.tasks.base import Batch, Recipe
-from auto_research.tasks.event_log import ACTIONS, EventLog, miniature
-from auto_research.tasks.request_ranking import OUTCOMES, REQUESTS_BACK, RequestRanking
+from auto_research.tasks.event_log import EventLog, Exposures, miniature
+from auto_research.tasks.request_ranking import (
+    OUTCOMES,
+    REQUESTS_BACK,
+    RequestRanking,
+    change_outcomes,
+    outcome_loss,
+    pad_requests,
+)
+from auto_research.tasks.timing import now
 
 if TYPE_CHECKING:
     from auto_research.study.context import Study
@@ -261,8 +267,7 @@ class GenRank(nn.Module):
         if self.config.history_loss:
             done = torch.stack([batch["action"] >= least for least in OUTCOMES.values()], -1).float()
             label = torch.cat([done.masked_fill(batch["item"][..., None] == 0, torch.nan), label], 1)
-        labels = dict(zip(OUTCOMES, label.unbind(-1), strict=True))
-        return torch.stack([*binary_task_losses(self.heads(states), labels).values()]).mean()
+        return outcome_loss(self._logits(states), label)
 
     # -- serving ---------------------------------------------------------------------------------------------------
 
@@ -301,29 +306,6 @@ class GenRank(nn.Module):
         return len(Layout.of(history, candidates, self.config, torch.device("cpu"), acting=acting).part)
 
 
-class Exposures(nn.Module):
-    """φ(x), an item's vector from its id, genres and year, and ψ(a), an action's."""
-
-    genres: Tensor
-    year: Tensor
-
-    def __init__(self, log: EventLog, width: int, *, content: bool = True) -> None:
-        super().__init__()
-        self.item, self.action = embedding_table(log.num_items + 1, width), embedding_table(ACTIONS, width)
-        self.genre = nn.Linear(log.genres.shape[1], width, bias=False) if content else None
-        self.years = embedding_table(log.years, width) if content else None
-        shares = log.genres / log.genres.sum(1, keepdim=True).clamp(min=1)
-        self.register_buffer("genres", shares, persistent=False)
-        self.register_buffer("year", log.year, persistent=False)
-
-    def forward(self, item: Tensor) -> Tensor:
-        """Shifted items (...) -> (..., d)."""
-        found = self.item(item)
-        if self.genre is not None and self.years is not None:
-            found = found + self.genre(self.genres[item]) + self.years(self.year[item])
-        return found
-
-
 class PointwiseDIN(nn.Module):
     """Baseline: each candidate attends to the same history by target attention, then a tower; same features."""
 
@@ -349,9 +331,7 @@ class PointwiseDIN(nn.Module):
 
     def loss(self, batch: Batch) -> Tensor:
         """Mean over outcomes of the binary cross-entropy."""
-        logits = dict(zip(OUTCOMES, self.scores(batch).unbind(-1), strict=True))
-        labels = dict(zip(OUTCOMES, batch["label"].unbind(-1), strict=True))
-        return torch.stack([*binary_task_losses(logits, labels).values()]).mean()
+        return outcome_loss(self.scores(batch), batch["label"])
 
 
 # -- the comparison ------------------------------------------------------------------------------------------------
@@ -411,16 +391,17 @@ def measure(models: dict[str, GenRank], batch: Batch, *, repeats: int) -> dict[s
     """Times the models in turn, after a warm-up: a training step on the batch, and scoring one request of it."""
     one = {name: value[:1] for name, value in batch.items()}
     n, m = batch["item"].shape[1], batch["candidate"].shape[1]
+    device = batch["item"].device
     train: dict[str, list[float]] = {name: [] for name in models}
     serve: dict[str, list[float]] = {name: [] for name in models}
     for turn in range(repeats + 2):
         for name, model in models.items():
-            started = _now(batch)
+            started = now(device)
             model.loss(batch).backward()
-            trained = _now(batch)
+            trained = now(device)
             with torch.no_grad():
                 model.scores(one)
-            served = _now(batch)
+            served = now(device)
             if turn >= 2:
                 train[name].append(trained - started)
                 serve[name].append(served - trained)
@@ -432,16 +413,6 @@ def measure(models: dict[str, GenRank], batch: Batch, *, repeats: int) -> dict[s
         )
         for name, model in models.items()
     }
-
-
-def _now(batch: Batch) -> float:
-    """The time at which everything that was asked of the device is done."""
-    device = batch["item"].device
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
-    return time.perf_counter()
 
 
 def efficiency(speeds: dict[str, Speed], requests: int, *, at_least: float = 1.5) -> Clause:
@@ -544,22 +515,14 @@ def specimens() -> list[Specimen]:
     def of(config: GenRankConfig) -> Callable[[], GenRank]:
         return lambda: GenRank(log, config)
 
-    def pad(b: Batch) -> Batch:
-        left = ("item", "action", "back", "wait", "age")
-        return {name: F.pad(value, (2, 0)) if name in left else value for name, value in b.items()}
-
-    def change(b: Batch) -> Batch:
-        """What happened at the candidates is the only thing in a batch that is later than the scores."""
-        return {**b, "label": 1 - b["label"], "outcome": (6 - b["outcome"]).where(b["outcome"] > 0, 0)}
-
     def specimen(name: str, config: GenRankConfig, switches: dict[str, dict[str, object]]) -> Specimen:
         return Specimen(
             name,
             of(config),
             batch,
             shape=(*batch["candidate"].shape, 2),
-            pad=pad,
-            change_later=change,
+            pad=pad_requests,
+            change_later=change_outcomes,
             switches={title: of(replace(config, **changes)) for title, changes in switches.items()},  # type: ignore[arg-type]
         )
 
@@ -590,7 +553,7 @@ def specimens() -> list[Specimen]:
             lambda: PointwiseDIN(log, tiny),
             batch,
             shape=(*batch["candidate"].shape, 2),
-            pad=pad,
-            change_later=change,
+            pad=pad_requests,
+            change_later=change_outcomes,
         ),
     ]
