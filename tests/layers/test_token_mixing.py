@@ -65,6 +65,13 @@ def test_grouped_linear_is_one_linear_for_each_token():
     assert layer.weight.abs().max() <= 3**-0.5  # scaled by the fan-in
 
 
+@pytest.mark.parametrize("part", [slice(None, 2), slice(2, None), slice(1, 3)])
+def test_a_part_of_the_tokens_passes_its_own_weights(part):
+    x = torch.randn(3, 4, 8)
+    for layer in (GroupedLinear(4, 8, 5), GroupedLinear(4, 8, 5, bias=False), PerTokenFFN(4, 8, 6, "swiglu")):
+        torch.testing.assert_close(layer(x[:, part], part), layer(x)[:, part])
+
+
 def test_per_token_ffn_is_one_network_for_each_token():
     layer, x = PerTokenFFN(3, 4, 6), torch.randn(5, 3, 4)
     rows = []
@@ -131,3 +138,9 @@ def test_mixer_trunk_is_slices_blocks_mean_and_tower():
         mixed = block.mixing_norm(mix_tokens(x) + x)
         x = block.feed_forward_norm(block.feed_forward(mixed) + mixed)
     torch.testing.assert_close(trunk(e), trunk.tower(x.mean(1)))
+
+
+def test_mixer_trunk_ends_in_the_tower_that_is_given():
+    trunk = MixerTrunk(21, 4, 8, dense_blocks(4, 8, 16, 1), nn.Identity())
+    assert trunk(torch.randn(3, 21)).shape == (3, 8)
+    assert not any(name.startswith("tower") for name, _ in trunk.named_parameters())

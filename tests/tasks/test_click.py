@@ -27,6 +27,7 @@ from auto_research.tasks.click import (
     Ranker,
     click_loss,
     miniature,
+    pad_history,
 )
 
 CPU = torch.device("cpu")
@@ -325,6 +326,19 @@ def test_details_of_events_and_statistics_by_side_against_a_loop():
     assert named == {f.name for f in task.fields} - {"last_item", "history", "statistics"} | set(SIDES)
     plain = everything(ClickTask(data, history_length=4))
     assert all(torch.equal(batch[name], value) for name, value in plain.items())
+
+
+def test_padding_a_history_adds_empty_events_before_it():
+    task = miniature(detailed=True)
+    batch = task.rows(task.test[:3], CPU)
+    padded = pad_history(batch, 3)
+    for name, value in batch.items():
+        if name.startswith("history_"):
+            assert padded[name].shape[1] == value.shape[1] + 3
+            assert (padded[name][:, :3] == 0).all()
+            assert torch.equal(padded[name][:, 3:], value)
+        else:
+            assert padded[name] is value
 
 
 def test_candidates_of_a_pack_differ_in_the_candidate_fields_alone():

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from auto_research.layers.experts import Routing
 
 
+_ALL = slice(None)
+
+
 class GroupedLinear(nn.Module):
     """One linear map for each token, applied to all of them as a single batched product.
 
@@ -39,12 +42,28 @@ class GroupedLinear(nn.Module):
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -bound, bound)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, T, inputs) -> (B, T, outputs)."""
+    def forward(self, x: Tensor, part: slice = _ALL) -> Tensor:
+        """(B, T, inputs) -> (B, T, outputs); `part` says which of the tokens x holds, if not all."""
         rows = x.transpose(0, 1)
         if self.bias is None:
-            return torch.bmm(rows, self.weight).transpose(0, 1)
-        return torch.baddbmm(self.bias[:, None], rows, self.weight).transpose(0, 1)
+            return torch.bmm(rows, self.weight[part]).transpose(0, 1)
+        return torch.baddbmm(self.bias[part, None], rows, self.weight[part]).transpose(0, 1)
+
+
+class SlotLinear(nn.Module):
+    """A linear map along the token axis, the same for every channel: ρ X with ρ (outputs, inputs), no bias.
+
+    It mixes tokens, never channels: a segment-wise map in SlimPer (arXiv:2607.12281), linear compression in Wukong
+    (arXiv:2403.02545). ρ is drawn from N(0, 1/inputs).
+    """
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs) / math.sqrt(inputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., inputs, D) -> (..., outputs, D)."""
+        return torch.einsum("oi,...id->...od", self.weight, x)  # a third of the time of a batched product
 
 
 class PerTokenFFN(nn.Module):
@@ -69,13 +88,13 @@ class PerTokenFFN(nn.Module):
         self.rise = GroupedLinear(tokens, width, 2 * hidden if activation == "swiglu" else hidden, bias=bias)
         self.fall = GroupedLinear(tokens, hidden, width, bias=bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, T, D) -> (B, T, D)."""
-        hidden = self.rise(x)
+    def forward(self, x: Tensor, part: slice = _ALL) -> Tensor:
+        """(B, T, D) -> (B, T, D); `part` says which of the tokens x holds, if not all."""
+        hidden = self.rise(x, part)
         if self.activation == "swiglu":
             gate, up = hidden.chunk(2, dim=-1)
-            return self.fall(F.silu(gate) * up)
-        return self.fall(F.gelu(hidden))
+            return self.fall(F.silu(gate) * up, part)
+        return self.fall(F.gelu(hidden), part)
 
 
 def mix_tokens(x: Tensor, heads: int | None = None) -> Tensor:
@@ -143,9 +162,12 @@ class MixerTrunk(nn.Module):
     Args:
         inputs: F, width of all embedded fields; padded to T equal slices, each with its own linear map to a token.
         blocks: (B, T, D) -> (B, T, D) each, taking a `Routing` as well; see `MixerBlock` and `dense_blocks`.
+        tower: what follows the mean over tokens (B, D); by default a network that gives a logit (B,).
     """
 
-    def __init__(self, inputs: int, tokens: int, width: int, blocks: Iterable[nn.Module]) -> None:
+    def __init__(
+        self, inputs: int, tokens: int, width: int, blocks: Iterable[nn.Module], tower: nn.Module | None = None
+    ) -> None:
         super().__init__()
         if width % tokens:
             raise ValueError(f"width {width} must be a multiple of the {tokens} tokens")
@@ -153,14 +175,14 @@ class MixerTrunk(nn.Module):
         self.padding = self.slice * tokens - inputs
         self.tokenise = GroupedLinear(tokens, self.slice, width)
         self.blocks = nn.ModuleList(blocks)
-        self.tower = ScoreMLP(width, width)
+        self.tower = ScoreMLP(width, width) if tower is None else tower
 
     def tokens(self, e: Tensor) -> Tensor:
         """Semantic tokenisation: (B, F), padded, cut into T slices, each with its own linear map -> (B, T, D)."""
         return self.tokenise(F.pad(e, (0, self.padding)).unflatten(-1, (-1, self.slice)))
 
     def forward(self, e: Tensor, routing: Routing | None = None) -> Tensor:
-        """(B, F) -> logit (B,)."""
+        """(B, F) -> logit (B,), or what the tower gives."""
         x = self.tokens(e)
         for block in self.blocks:
             x = block(x, routing)

@@ -1,4 +1,4 @@
-"""What it costs to score many candidates of one request, with the request read once and with it read for each."""
+"""What scoring costs: one example, and many candidates of one request, read once or read for each of them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,27 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from auto_research.layers.towers import forward_flops
+from auto_research.layers.towers import forward_flops, parameters_of
+from auto_research.tasks.base import Batch
 from auto_research.tasks.click import ClickTask
+
+
+def scoring_cost(build: Callable[[], nn.Module], sample: Batch) -> tuple[int, int]:
+    """Trainable scalars of what `build` makes and FLOPs of an example of `sample`; the random state stays as it was."""
+    with torch.random.fork_rng(devices=[]):
+        model = build().eval()
+    return parameters_of(build), forward_flops(lambda: model.scores(sample)) // len(sample["label"])
+
+
+def priced(build: Callable[[], nn.Module], sample: Batch) -> Callable[[], nn.Module]:
+    """`build`, whose model also tells the FLOPs of an example of `sample` in `logged`."""
+
+    def with_price() -> nn.Module:
+        model = build()
+        model.logged["flops"] = forward_flops(lambda: model.eval().scores(sample)) / len(sample["label"])
+        return model.train()
+
+    return with_price
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch.nn import functional as F
 
 from auto_research.layers.towers import FeatureEmbedding, Field, Pooling, ScoreMLP
 from auto_research.runtime.device import device_for
@@ -26,7 +25,7 @@ from auto_research.study.compare import Comparison, Variant
 from auto_research.study.specimen import Specimen
 from auto_research.study.verdict import beats
 from auto_research.tasks.base import Recipe
-from auto_research.tasks.click import ClickTask, PastMeans, Ranker, miniature
+from auto_research.tasks.click import ClickTask, PastMeans, Ranker, miniature, pad_history
 
 if TYPE_CHECKING:
     from auto_research.study.context import Study
@@ -74,7 +73,7 @@ def specimens() -> list[Specimen]:
             of(tiny),
             batch,
             shape=(len(batch["label"]),),
-            pad=lambda b: {**b, **{n: F.pad(b[n], (2, 0)) for n in ("history_item", "history_rating")}},
+            pad=pad_history,
             change_later=lambda b: {**b, "label": 1 - b["label"]},
             switches={
                 "history = mean": of(replace(tiny, history="mean")),

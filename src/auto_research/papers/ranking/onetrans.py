@@ -32,7 +32,6 @@ from auto_research.layers.towers import (
     FeatureEmbedding,
     Field,
     ScoreMLP,
-    forward_flops,
     groups_of,
     matched_pair,
     parameters_of,
@@ -44,8 +43,8 @@ from auto_research.study.scaling import scaling_curve
 from auto_research.study.specimen import Specimen
 from auto_research.study.verdict import Clause, any_of, beats, fact, not_below
 from auto_research.tasks.base import Batch, Recipe
-from auto_research.tasks.click import GAPS, RATINGS, ClickTask, PastMeans, Ranker, click_loss, miniature
-from auto_research.tasks.request_cost import RequestCost, measure_requests
+from auto_research.tasks.click import GAPS, RATINGS, ClickTask, PastMeans, Ranker, click_loss, miniature, pad_history
+from auto_research.tasks.request_cost import RequestCost, measure_requests, priced, scoring_cost
 
 if TYPE_CHECKING:
     from auto_research.study.context import Study
@@ -288,7 +287,7 @@ class OneTrans(nn.Module):
         self.blocks = nn.ModuleList(OneTransBlock(config, self.count, queries) for queries in config.queries)
         self.norm = make_norm("rms", config.width)
         self.tower = ScoreMLP(self.count * config.width, config.width)
-        self.logged: dict[str, float] = {}
+        self.logged: dict[str, float] = {"attention scores": self.score_elements}
 
     @property
     def shares_requests(self) -> bool:
@@ -423,13 +422,6 @@ def fields_of(task: ClickTask) -> tuple[Field, ...]:
     return tuple(f for f in task.fields if f.group not in ("history", "last item"))
 
 
-def _cost(build: Callable[[], nn.Module], sample: Batch) -> tuple[int, int]:
-    """Parameters and FLOPs of one example; the random state stays as it was."""
-    with torch.random.fork_rng(devices=[]):
-        model = build().eval()
-    return parameters_of(build), forward_flops(lambda: model.scores(sample)) // len(sample["label"])
-
-
 def variants(
     task: ClickTask, config: OneTransConfig, *, scales: Sequence[int] = SCALES
 ) -> tuple[list[Variant], dict[str, float]]:
@@ -442,16 +434,9 @@ def variants(
         return lambda: OneTrans(fields, changed, liked=liked)
 
     def arm(name: str, build: Callable[[], nn.Module], kind: Kind, note: str) -> Variant:
-        def priced() -> nn.Module:
-            model = build()
-            model.logged["flops"] = forward_flops(lambda: model.eval().scores(sample)) / len(sample["label"])
-            if isinstance(model, OneTrans):
-                model.logged["attention scores"] = model.score_elements
-            return model.train()
+        return Variant(name, priced(build, sample), kind=kind, note=note)
 
-        return Variant(name, priced, kind=kind, note=note)
-
-    target = _cost(one(), sample)
+    target = scoring_cost(one(), sample)
 
     def strong(sequence: int, mixer: int) -> Callable[[], nn.Module]:
         return lambda: TransformerRankMixer(fields, config, sequence, mixer, liked=liked)
@@ -467,7 +452,7 @@ def variants(
         return build
 
     def matched(family: Callable[[int, int], Callable[[], nn.Module]]) -> Callable[[], nn.Module]:
-        return family(*matched_pair(lambda a, b: _cost(family(a, b), sample), target))
+        return family(*matched_pair(lambda a, b: scoring_cost(family(a, b), sample), target))
 
     shared = _widened(one, config, target[0], sample)
     everything = (config.history,) * len(config.queries)
@@ -484,7 +469,7 @@ def variants(
         *(arm(name, one(width=width), "control", "size of the scaling curve") for name, width in names.items()),
         Variant("past means", PastMeans, kind="floor", note="user mean + item mean, no training"),
     ]
-    costs = {name: float(_cost(one(width=width), sample)[1]) for name, width in names.items()}
+    costs = {name: float(scoring_cost(one(width=width), sample)[1]) for name, width in names.items()}
     return arms, {**costs, METHOD: float(target[1])} if costs else {}
 
 
@@ -513,17 +498,13 @@ def specimens() -> list[Specimen]:
     def of(config: OneTransConfig) -> Callable[[], OneTrans]:
         return lambda: OneTrans(fields, config, liked=task.liked_code)
 
-    def padded(b: Batch) -> Batch:
-        columns = {n: F.pad(b[n], (2, 0)) for n in b if n.startswith("history") and b[n].dim() == 2}
-        return {**b, **columns, "history_genres": F.pad(b["history_genres"], (0, 0, 2, 0))}
-
     def specimen(name: str, config: OneTransConfig, switches: dict[str, dict[str, object]]) -> Specimen:
         return Specimen(
             name,
             of(config),
             batch,
             shape=(len(batch["label"]),),
-            pad=padded,
+            pad=pad_history,
             # The only thing in a batch that is not earlier than the score.
             change_later=lambda b: {**b, "label": 1 - b["label"]},
             switches={title: of(replace(config, **changes)) for title, changes in switches.items()},  # type: ignore[arg-type]

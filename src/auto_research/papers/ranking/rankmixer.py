@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from auto_research.layers.attention import MultiHeadAttention
 from auto_research.layers.experts import AdaptivePenalty, LoadMeter, ReLUExperts, Routing, TopKExperts
@@ -42,7 +41,7 @@ from auto_research.study.compare import Comparison, Kind, Variant
 from auto_research.study.specimen import Specimen
 from auto_research.study.verdict import Clause, beats, not_below
 from auto_research.tasks.base import Batch, Recipe
-from auto_research.tasks.click import ClickTask, PastMeans, Ranker, click_loss, miniature
+from auto_research.tasks.click import ClickTask, PastMeans, Ranker, click_loss, miniature, pad_history
 
 if TYPE_CHECKING:
     from auto_research.study.context import Study
@@ -312,7 +311,7 @@ def specimens() -> list[Specimen]:
             of(config),
             batch,
             shape=(len(batch["label"]),),
-            pad=lambda b: {**b, **{n: F.pad(b[n], (2, 0)) for n in ("history_item", "history_rating")}},
+            pad=pad_history,
             # The only thing in a batch that is not earlier than the score.
             change_later=lambda b: {**b, "label": 1 - b["label"]},
             switches={title: of(replace(config, **changes)) for title, changes in switches.items()},  # type: ignore[arg-type]
