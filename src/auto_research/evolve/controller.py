@@ -29,6 +29,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -385,7 +386,10 @@ class _Controller:
         champion, kept = "baseline", {d.generation: d for d in self._state.decisions}
         for generation in range(self.config.generations + 1):
             plan = self.plan(generation, champion)
-            self.run_cells(self._cells(self._screened(generation, plan), "search", self.seeds))
+            if generation == 0:
+                self._run_first(plan)
+            else:
+                self.run_cells(self._cells(self._screened(generation, plan), "search", self.seeds))
             trials = self.search()
             if generation == 0 and not _completed(trials[0]):
                 break
@@ -401,9 +405,32 @@ class _Controller:
                 champion = kept[generation].champion
         self._conclude(champion)
 
+    def _run_first(self, plan: Plan) -> None:
+        """The baseline's cells, and where slots would idle beside them those of generation 1, which asks no result.
+
+        A baseline that fails on every seed ends the run, so nothing more is started then.
+        """
+        cells = self._cells(plan.candidates, "search", self.seeds)
+        names = {cell.id for cell in cells}
+        if self.config.generations and len(self.slots.slots) > 1:
+            seeds = self.seeds[:1] if self._screens(1) else self.seeds
+            # A model that cannot be built fails the planning too: then the baseline alone tells how.
+            with contextlib.suppress(UserError):
+                cells = [*cells, *self._cells(self.plan(1).candidates, "search", seeds)]
+
+        def failed() -> bool:
+            ended = [self.results[name] for name in names if name in self.results]
+            return len(ended) == len(names) and all(result.state != "completed" for result in ended)
+
+        self.run_cells(cells, until=failed)
+
+    def _screens(self, generation: int) -> bool:
+        """Whether one seed decides which candidates of a generation get the others."""
+        return self.config.screening and self.workflow.select and generation > 0 and len(self.seeds) > 1
+
     def _screened(self, generation: int, plan: Plan) -> list[Candidate]:
         """The candidates that get every seed: all, or those that one seed did not leave behind."""
-        if not (self.config.screening and self.workflow.select and generation and len(self.seeds) > 1):
+        if not self._screens(generation):
             return plan.candidates
         self.run_cells(self._cells(plan.candidates, "search", self.seeds[:1]))
         if not any(e["event"] == "screened" and e["generation"] == generation for e in self._state.events):
@@ -640,11 +667,17 @@ class _Controller:
         cells: Sequence[Cell],
         target: str = "auto_research.evolve.cells:run_cell",
         extra: Mapping[str, Any] | None = None,
+        until: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Run the cells that have no result, as many at a time as there are slots and memory."""
+        """Run the cells that have no result, as many at a time as there are slots and memory.
+
+        The largest start first, so that none runs on alone at the end. Once `until` holds nothing more is started.
+        """
         waiting = deque(cell for cell in cells if cell.id not in self.results)
-        if not waiting:
+        if not waiting or until():
             return
+        if len(self.slots.slots) > 1:
+            waiting = deque(sorted(waiting, key=lambda cell: -_work(cell.candidate)))
         self.log.append(
             "queued",
             cells=[{"cell": c.id, "candidate": c.candidate.id, "seed": c.seed, "role": c.role} for c in waiting],
@@ -663,6 +696,8 @@ class _Controller:
                 retry = self._ended(job, outcome)
                 if retry is not None:
                     waiting.appendleft(retry)
+                if until():
+                    waiting.clear()
                 self._fill(waiting, target, extra or {})
 
     def _fill(self, waiting: deque[Cell], target: str, extra: Mapping[str, Any]) -> None:
@@ -716,8 +751,10 @@ class _Controller:
             **extra,
         }
         checkpoints = {CHECKPOINTS: str(folder.parent / "checkpoints")}
+        # The finaliser runs alone: the processors of the other slots are its own too.
+        place = replace(slot, threads=self.slots.all_threads) if cell.role == "test" else slot
         job = self._job(
-            f"{cell.id}#{number}", target, folder, payload, {**slot.environment, **checkpoints}, slot.threads
+            f"{cell.id}#{number}", target, folder, payload, {**place.environment, **checkpoints}, place.threads
         )
         self._started[job.name] = (cell, slot, changed)
         self._executor_open().submit(job)
@@ -905,6 +942,11 @@ def _no_space(folder: Path) -> RunStopped:
         f"No space left on the disk of {folder}: nothing that was recorded is lost; free some space, then "
         f"`auto-research evolve resume {folder}`."
     )
+
+
+def _work(candidate: Candidate) -> float:
+    """Operations of a candidate's training; of a step where its workflow does not count steps (all take as many)."""
+    return candidate.flops * candidate.cost.get("training_steps", 1.0)
 
 
 def _completed(trial: Trial) -> bool:

@@ -100,7 +100,9 @@ def attend_packed(
     packs, count = query.shape[2:4]
     asking = query.flatten(2, 3)
     to_shared = (asking @ shared_key.mT).masked_fill(~padding_mask(shared_mask), -torch.inf)
-    to_own = query @ key.mT
+    # A product of one row by one column is a sum: a batched matrix product would start a kernel for each.
+    alone = count == 1
+    to_own = (query * key).sum(-1, keepdim=True) if alone else query @ key.mT
     if own_mask is not None:
         to_own = to_own.masked_fill(~own_mask, -torch.inf)
     exact = torch.promote_types(query.dtype, torch.float32)
@@ -108,7 +110,8 @@ def attend_packed(
     weight = score.to(exact).softmax(-1).to(value.dtype)
     on_shared, on_own = weight.split([shared_key.shape[2], count], dim=-1)
     shape = (packs, count)
-    return (on_shared @ shared_value).unflatten(2, shape) + on_own.unflatten(2, shape) @ value
+    own = on_own.unflatten(2, shape)
+    return (on_shared @ shared_value).unflatten(2, shape) + (own * value if alone else own @ value)
 
 
 @dataclass

@@ -42,7 +42,7 @@ from auto_research.tasks.base import train_steps
 
 CPU = torch.device("cpu")
 WORKFLOW = RankMixerMovieLens()
-SIZES = Sizes("smoke", {"steps": 60, "users": 1000, "length": 64, "item_width": 16, "tokens": 4})
+SIZES = Sizes("smoke", {"steps": 60, "users": 1000, "slice_users": 1000, "length": 64, "item_width": 16, "tokens": 4})
 
 
 def interactions(users: int = 40, items: int = 48, longest: int = 90, seed: int = 0) -> Interactions:

@@ -12,6 +12,7 @@ the first token of a text and after the last of a response, so no special token 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,8 @@ HELD_OUT = {"validation": 100, "test": 99}
 """Instructions held out, from the end of the rows; the rest (800 of 999) trains."""
 PARAGRAPH = 8
 """Words from which on a line counts as a paragraph: shorter lines and headings recur in every part."""
+SMOKE_LINES = 0.1
+"""Share of the test text that a smoke run reads, about as much as it validates on."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class Corpus:
 
 @dataclass(frozen=True)
 class TestPart:
-    """The official test text (T,) int64 with its bytes, and the instructions held out for it."""
+    """The official test text (T,) int64, or its beginning, with its bytes, and the instructions held out for it."""
 
     tokens: Tensor
     bytes: int
@@ -133,10 +136,13 @@ def read_corpus(vocabulary: int, context: int, dataset_dir: Path | None = None, 
     )
 
 
-def read_test(vocabulary: int, context: int, dataset_dir: Path | None = None, *, official: bool = False) -> TestPart:
-    """The test part under the tokenizer of `read_corpus` with the same arguments."""
+def read_test(
+    vocabulary: int, context: int, dataset_dir: Path | None = None, *, official: bool = False, lines: float = 1.0
+) -> TestPart:
+    """The test part under the tokenizer of `read_corpus` with the same arguments; of its text the first `lines`."""
     corpus = read_corpus(vocabulary, context, dataset_dir, official=official)
-    text = _texts(dataset_dir, official)[0]["test"]
+    whole = _texts(dataset_dir, official)[0]["test"].splitlines(keepends=True)
+    text = "".join(whole[: math.ceil(lines * len(whole))])
     split, _ = _instructions(dataset_dir)
     return TestPart(encode(corpus.tokenizer, text), len(text.encode()), _rows(corpus.tokenizer, split["test"], context))
 

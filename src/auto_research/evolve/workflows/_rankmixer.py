@@ -547,7 +547,7 @@ def assess(model: Recommender, corpus: Corpus, held: Held, sizes: Sizes, device:
     """All metrics on held-out items; see `RankMixerMovieLens` and the names in the result.
 
     Slices: `/long` are users in the top quarter of history lengths, `/tail` targets at or below the median popularity
-    of the items that training has, `/last-4` all users with their last four events alone. `scoring_seconds` is the
+    of the items that training has, `/last-4` some users with their last four events alone. `scoring_seconds` is the
     time for one user against the whole catalogue.
     """
     length = model.encoder.events.length if isinstance(model.encoder, Longer | Targeted) else RECENT
@@ -555,7 +555,7 @@ def assess(model: Recommender, corpus: Corpus, held: Held, sizes: Sizes, device:
     started = time.perf_counter()
     rank, top = rank_all(model, corpus, held, users, length, place)
     seconds = (time.perf_counter() - started) / len(users)
-    short, _ = rank_all(model, corpus, held, users, length, place, keep=LAST)
+    short, _ = rank_all(model, corpus, held, users[: sizes["slice_users"]], length, place, keep=LAST)
     ndcg, counts = metrics.ndcg(rank, 10).double(), torch.from_numpy(corpus.counts)
     target = torch.from_numpy(held.target[users])
     lengths = torch.from_numpy(np.diff(held.history.offsets)[users])

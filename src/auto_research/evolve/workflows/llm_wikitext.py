@@ -390,10 +390,12 @@ class MicroLanguageModel(Workflow):
         )
 
     def load_test(self, sizes: Sizes, dataset_dir: Path | None) -> TestPart:
-        """The official test text and the held-out instructions."""
-        from auto_research.evolve.workflows._corpus import read_test
+        """The official test text and the held-out instructions; the first tenth of the text in a smoke run."""
+        from auto_research.evolve.workflows._corpus import SMOKE_LINES, read_test
 
-        return read_test(sizes["vocabulary"], sizes["context"], dataset_dir, official=sizes.budget != "smoke")
+        smoke = sizes.budget == "smoke"
+        lines = SMOKE_LINES if smoke else 1.0
+        return read_test(sizes["vocabulary"], sizes["context"], dataset_dir, official=not smoke, lines=lines)
 
     # ----------------------------------------------------------------------------------------- from a genome
 

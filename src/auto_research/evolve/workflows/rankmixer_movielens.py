@@ -190,12 +190,29 @@ class RankMixerMovieLens(Workflow):
     )
 
     def sizes(self, budget: Budget) -> Sizes:
-        """Steps, evaluated users (all, where there are fewer), events read, width of item vectors, feature tokens."""
+        """Steps, evaluated users (all, where there are fewer), events read, width of item vectors, feature tokens.
+
+        `slice_users` of the evaluated ones are scored again with their last four events alone.
+        """
         everyone = 10**9
         values = {
-            "smoke": {"steps": 800, "users": 300, "length": 64, "item_width": 16, "tokens": 4},
-            "standard": {"steps": 4000, "users": everyone, "length": 160, "item_width": 16, "tokens": 4},
-            "full": {"steps": 40_000, "users": everyone, "length": 512, "item_width": 32, "tokens": 8},
+            "smoke": {"steps": 800, "users": 300, "slice_users": 60, "length": 64, "item_width": 16, "tokens": 4},
+            "standard": {
+                "steps": 4000,
+                "users": everyone,
+                "slice_users": everyone,
+                "length": 160,
+                "item_width": 16,
+                "tokens": 4,
+            },
+            "full": {
+                "steps": 40_000,
+                "users": everyone,
+                "slice_users": everyone,
+                "length": 512,
+                "item_width": 32,
+                "tokens": 8,
+            },
         }
         return Sizes(budget, values[budget])
 

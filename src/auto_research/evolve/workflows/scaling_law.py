@@ -126,10 +126,11 @@ class ScalingLaw(Workflow):
         )
 
     def load_test(self, sizes: Sizes, dataset_dir: Path | None) -> TestPart:
-        """The official test text."""
-        from auto_research.evolve.workflows._corpus import read_test
+        """The official test text; its first tenth in a smoke run."""
+        from auto_research.evolve.workflows._corpus import SMOKE_LINES, read_test
 
-        return read_test(sizes["vocabulary"], sizes["context"], dataset_dir)
+        lines = SMOKE_LINES if sizes.budget == "smoke" else 1.0
+        return read_test(sizes["vocabulary"], sizes["context"], dataset_dir, lines=lines)
 
     # ------------------------------------------------------------------------------------------------- a cell
 
