@@ -512,6 +512,6 @@ class PastMeans(nn.Module):
     """Floor without parameters: the sum of the user's and the item's past means."""
 
     def scores(self, batch: Batch) -> Tensor:
-        """Logit of each row of `statistics`: the means are centred and scaled to ±1, so that their sum is one of about the right size."""
+        """Logits of `statistics` (..., 6): means are scaled to ±1, so that their sum is one of about the right size."""
         statistics = batch["statistics"]
         return statistics[..., STATISTICS.index("user mean")] + statistics[..., STATISTICS.index("item mean")]
