@@ -43,7 +43,7 @@ def smoke(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_a_smoke_run_ends_with_a_board_and_meets_its_row(smoke: tuple[RunRecord, Path]) -> None:
     record, folder = smoke
     assert record.status == "finished"
-    assert record.verdict == ("measured" if record.config.workflow == "scaling-law" else "smoke: no conclusion")
+    assert record.verdict == expected_verdict(record)
     assert record.level == "smoke"
     assert "Improved" not in record.sentence
     assert all(trial.state == "completed" for trial in record.trials), [t.state for t in record.trials]
@@ -55,6 +55,12 @@ def test_a_smoke_run_ends_with_a_board_and_meets_its_row(smoke: tuple[RunRecord,
     assert 'href="http' not in page
     assert "src=" not in page
     CHECKS[record.config.workflow](record)
+
+
+def expected_verdict(record: RunRecord) -> str:
+    if record.config.workflow == "reasoning-budget" and record.prepared and record.prepared.stand_in:
+        return "no signal"  # the micro model answers no sum
+    return "measured" if record.config.workflow == "scaling-law" else "smoke: no conclusion"
 
 
 def metrics(trial: Trial) -> dict[str, float]:
@@ -104,10 +110,27 @@ def scaling(record: RunRecord) -> None:
     assert record.summary["target"]["holds"]
 
 
+def reasoning(record: RunRecord) -> None:
+    assert record.prepared is not None
+    read, made = (record.prepared.sizes[f"{which}_price_cents"] for which in ("input", "output"))
+    base, two, four, stopping = found = [metrics(trial) for trial in record.trials]
+    for m in found:
+        assert m["cost_microdollars"] == pytest.approx((m["prompt_tokens"] * read + m["generated_tokens"] * made) / 100)
+    assert [m["samples_used"] for m in (base, two, four)] == [1, 2, 4]
+    assert not [trial.violations for trial in record.trials if trial.violations]
+    if record.prepared.stand_in:  # it knows no sums: without an answer no vote is ever settled
+        return
+    assert base["accuracy"] > best_floor(record)
+    assert stopping["samples_used"] < 4
+    assert stopping["generated_tokens"] < four["generated_tokens"], "stopping early really stops"
+    assert "Stopping early" in record.summary["sentence"]
+
+
 CHECKS = {
     "rankmixer-movielens": ranking,
     "llm-wikitext": language,
     "vlm-shapes": vision,
     "arithmetic": post_training,
     "scaling-law": scaling,
+    "reasoning-budget": reasoning,
 }

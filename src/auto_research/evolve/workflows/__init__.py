@@ -12,6 +12,7 @@ WORKFLOWS = {
     "llm-wikitext": "llm_wikitext:MicroLanguageModel",
     "vlm-shapes": "vlm_shapes:VisualShapes",
     "arithmetic": "arithmetic:Arithmetic",
+    "reasoning-budget": "reasoning_budget:ReasoningBudget",
     "scaling-law": "scaling_law:ScalingLaw",
 }
 """Key -> module of this folder and class."""
