@@ -63,6 +63,13 @@ def test_gsm8k(write, tmp_path):
     ]
     assert problems["train"][0].steps == "2*3 = 6 eggs."
     assert problems["test"] == [Problem("How many?", "", "7")]
+    assert [one.response for one in problems["train"]] == ["2*3 = 6 eggs.\nAnswer: 6", "It sinks.\nAnswer: -1250.50"]
+    assert problems["test"][0].response == "Answer: 7"
+    assert [one.calculations for one in problems["train"]] == [1, 0]
+    assert problems["test"][0].messages == {
+        "prompt": [{"role": "user", "content": "How many?"}],
+        "completion": [{"role": "assistant", "content": "Answer: 7"}],
+    }
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,24 @@ class Problem:
         """The solution without the calculator annotations."""
         return _CALCULATION.sub("", self.solution)
 
+    @property
+    def calculations(self) -> int:
+        """How many calculator annotations the solution has: a measure of how hard the problem is."""
+        return len(_CALCULATION.findall(self.solution))
+
+    @property
+    def response(self) -> str:
+        """What a model is to say: the steps, then "Answer: 1250" on a line of its own."""
+        return f"{self.steps}\nAnswer: {self.answer}".lstrip()
+
+    @property
+    def messages(self) -> dict[str, list[dict[str, str]]]:
+        """`prompt` and `completion` as chat messages, the row that trainers of language models read."""
+        return {
+            "prompt": [{"role": "user", "content": self.question}],
+            "completion": [{"role": "assistant", "content": self.response}],
+        }
+
 
 def read_gsm8k(folder: Path | str) -> dict[str, list[Problem]]:
     """GSM8K: the problems of `train.jsonl` and `test.jsonl`, by split (Cobbe et al., 2021).

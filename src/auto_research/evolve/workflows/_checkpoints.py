@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 MICRO = "micro"
 """Name of the size that decides: 0 the real checkpoint where it is on this machine, 1 the micro one in any case."""
 
-CARD_BYTES = 24 * 2**30
-"""Memory of the card that estimates are held against (A30, RTX 4090, A10, L4)."""
-
 RUNTIME_BYTES = 700 * 2**20
 """CUDA's context and libraries, and the allocator's slack, on a card; a process with the libraries, on a CPU."""
 
@@ -58,7 +55,7 @@ class Checkpoint:
     @property
     def served(self) -> dict[str, str]:
         """For `Data.checkpoints`: label -> where it came from."""
-        return {self.label: self.resolved.describe()}
+        return {self.label: self.resolved.describe().removeprefix(f"{self.resolved.name} ")}
 
     @property
     def digests(self) -> dict[str, str]:
@@ -147,9 +144,9 @@ class LanguageShape:
         matrices = sum(out * inputs for out, inputs in self.linear.values()) + head
         return rows * tokens * (2 * matrices + 2 * self.layers * tokens * self.width)
 
-    def training_flops(self, rows: int, tokens: float) -> float:
-        """Of one update: the backward pass costs twice the forward pass."""
-        return 3 * self.forward_flops(rows, tokens)
+    def training_flops(self, rows: int, tokens: float, *, frozen: bool = False) -> float:
+        """Of one update: the backward pass costs twice the forward pass, once where the weights are `frozen`."""
+        return (2 if frozen else 3) * self.forward_flops(rows, tokens)
 
     def training_bytes(
         self, rows: int, tokens: int, *, r: int = 0, weight_bytes: int = 4, references: int = 0, logits: bool = True

@@ -22,6 +22,7 @@ import torch
 from transformers import TrainerCallback
 
 from auto_research.evolve.workflow import NonFinite, Progress, digest
+from auto_research.runtime.bf16 import fast_bf16
 from auto_research.runtime.errors import UserError
 from auto_research.runtime.records import write_json_atomic
 
@@ -92,11 +93,13 @@ class Trained:
 
     Attributes:
         losses: step -> training loss, of the steps that this call ran.
+        history: the same of all steps of the training, those before a resume included.
         resumed_from: the step of the checkpoint that it went on from; 0 from the start.
         moved: by the first step of the whole training, whichever call ran it.
     """
 
     losses: dict[int, float]
+    history: dict[int, float]
     resumed_from: int
     moved: Moved
 
@@ -223,18 +226,18 @@ def fit(
         Unmoved: the first step moved less than `least_moved`.
     """
     folder = newest_checkpoint(Path(trainer.args.output_dir))
-    moved = None
+    watch = Watch(identity, progress, stop_at, least_moved)
     if folder is not None:
         seal = json.loads((folder / SEAL).read_text(encoding="utf-8"))
         refuse_other(folder, seal["identity"], identity)
-        moved = Moved(**seal["moved"])
+        watch.moved = Moved(**seal["moved"])
+        watch.earlier = {int(step): loss for step, loss in seal["losses"].items()}
         print(f"resumed from {folder.name}", flush=True)
-    watch = Watch(identity, progress, stop_at, least_moved, moved)
     trainer.add_callback(watch)
-    with libraries_quiet():
+    with libraries_quiet(), fast_bf16(trainer.args.device):
         trainer.train(resume_from_checkpoint=str(folder) if folder else None)
     assert watch.moved is not None
-    return Trained(watch.losses, watch.resumed_from, watch.moved)
+    return Trained(watch.losses, watch.history, watch.resumed_from, watch.moved)
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
@@ -273,10 +276,16 @@ class Watch(TrainerCallback):
     stop_at: int = 0
     least_moved: float = LEAST_MOVED
     moved: Moved | None = None
+    earlier: dict[int, float] = field(default_factory=dict)
     losses: dict[int, float] = field(default_factory=dict)
     resumed_from: int = 0
     _before: dict[str, torch.Tensor] = field(default_factory=dict)
     _counted: set[str] = field(default_factory=set)
+
+    @property
+    def history(self) -> dict[int, float]:
+        """Losses of all steps, those of earlier sessions included."""
+        return self.earlier | self.losses
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Keeps the weights of the start, on the host."""
@@ -330,7 +339,8 @@ class Watch(TrainerCallback):
         """Seals the checkpoint just written."""
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         assert self.moved is not None
-        write_json_atomic(folder / SEAL, {"identity": self.identity.parts(), "moved": asdict(self.moved)})
+        seal = {"identity": self.identity.parts(), "moved": asdict(self.moved), "losses": self.history}
+        write_json_atomic(folder / SEAL, seal)
 
 
 def compare_weights(
