@@ -278,6 +278,17 @@ def test_a_planted_no_op_ends_as_duplicate() -> None:
     assert made[2].operators == ["decor"], "it is credited, and shown as what it is"
 
 
+def test_a_combination_credits_no_operator_that_changes_nothing_in_it() -> None:
+    both = candidate({"model.rescue": "on", "model.attention": "gqa"}, [BASELINE])
+    assert both.operators == ["gqa"]
+    assert both.papers == ["2305.13245"]
+    assert set(both.code) == {"gqa"}
+    assert {"model.rescue", "model.attention"} <= set(both.difference)
+    assert both.axis_from["model.rescue"].startswith("sampler:")
+    two = candidate({"model.ffn": "swiglu", "model.hidden": 170, "model.attention": "gqa"}, [BASELINE])
+    assert two.operators == ["gqa", "swiglu"], "both do something"
+
+
 def test_a_no_op_that_describes_itself_as_a_change_ends_as_duplicate(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = Attention.describe
 

@@ -121,6 +121,7 @@ def provenance(
     parents: Sequence[Candidate],
     sampler: str,
     repaired: Collection[str] = (),
+    idle: Collection[str] = (),
 ) -> dict[str, Any]:
     """Where a candidate comes from, as fields of `Candidate`, from the difference of genomes alone.
 
@@ -138,6 +139,7 @@ def provenance(
         parents: the first is the one the candidate is compared with.
         sampler: what proposed it, such as `planned` or `optuna:tpe`.
         repaired: axes that a constraint's repair changed.
+        idle: operators that change nothing here: their axes are in the difference, their papers get no credit.
     """
     space = workflow.space
     child = space.resolve(genome)
@@ -149,7 +151,7 @@ def provenance(
     parent = space.resolve(parents[0].genome)
     difference = space.difference(parent, child)
     before = {operator.id for operator in installed(workflow, parent)}
-    brought = [operator for operator in installed(workflow, child) if operator.id not in before]
+    brought = [operator for operator in installed(workflow, child) if operator.id not in {*before, *idle}]
     changed = [name for name in difference if name in parent and name in child and name not in repaired]
     alone = [name for name in changed if not any(child[name] in operator.sets.get(name, ()) for operator in brought)]
     givers = _givers(space, child, difference, parents)
@@ -245,6 +247,12 @@ def make_candidate(
         mark = fingerprint(workflow, made, sizes, data, seeds)
     except Infeasible as error:
         reason = str(error)
+    repaired = space.difference(proposed, made)
+    origin = provenance(workflow, made, parents, sampler, repaired)
+    if mark and origin["origin"] == "combination" and len(origin["operators"]) > 1:
+        parent = space.resolve(parents[0].genome)
+        idle = _idle(workflow, made, parent, origin["operators"], sizes, data)
+        origin = provenance(workflow, made, parents, sampler, repaired, idle)
     candidate = Candidate(
         id=id,
         generation=generation,
@@ -257,7 +265,7 @@ def make_candidate(
         flops=cost.flops,
         memory_bytes=cost.memory_bytes,
         cost=cost.extra,
-        **provenance(workflow, made, parents, sampler, repaired=space.difference(proposed, made)),
+        **origin,
     )
     if mark and sampler != "fixed" and candidate.origin in CHANGED:
         parent = space.resolve(parents[0].genome)
@@ -266,6 +274,25 @@ def make_candidate(
             what = " and ".join(candidate.operators or candidate.difference)
             candidate.reason = f"{what} changes nothing of what {candidate.duplicate_of} computes"
     return candidate
+
+
+def _idle(
+    workflow: Workflow, genome: Genome, parent: Genome, operators: Collection[str], sizes: Sizes, data: Data
+) -> list[str]:
+    """Those of `operators` whose axes, taken back to the parent's values alone, move no probe of the genome."""
+    space, found = workflow.space, []
+    for operator in workflow.operators:
+        if operator.id not in operators:
+            continue
+        taken = {n: v for n, v in genome.items() if n not in operator.sets or v not in operator.sets[n]}
+        kept = {name: parent[name] for name in operator.sets if name in parent and name not in taken}
+        try:
+            without = space.feasible(space.resolve({**taken, **kept}))[0]
+        except (Infeasible, UserError):
+            continue
+        if _probe(workflow, without, sizes, data) == _probe(workflow, genome, sizes, data):
+            found.append(operator.id)
+    return found
 
 
 def mark_duplicates(candidates: Sequence[Candidate], known: Sequence[Candidate] = ()) -> Sequence[Candidate]:
