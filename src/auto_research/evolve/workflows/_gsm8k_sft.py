@@ -175,18 +175,15 @@ class Training:
             },
         )
 
-    def session(self, folder: Path, progress: Progress, *, stop_at: int = 0) -> tuple[Trained, Any, Any]:
-        """Trains in `folder` from its newest checkpoint, to the end or to `stop_at`: (what happened, model, tokenizer).
-
-        The model and the trainer are new, so nothing but the checkpoint connects two sessions.
-        """
+    def trainer(self, folder: Path) -> tuple[Any, Any]:
+        """(TRL's trainer with a model as loaded, tokenizer); checkpoints go to `folder`."""
         from trl import SFTConfig, SFTTrainer
 
         plan, sizes = self.plan, self.sizes
         model, tokenizer = self.checkpoint.load(self.device, plan.dtype)
         model = _trl.with_adapter(model, plan.rank, self.seed)
         with _trl.libraries_quiet():
-            trainer = SFTTrainer(
+            made = SFTTrainer(
                 model=model,
                 args=SFTConfig(
                     **_trl.arguments(
@@ -209,9 +206,17 @@ class Training:
                 train_dataset=_trl.as_dataset([row.problem.messages for row in self.rows]),
                 processing_class=tokenizer,
             )
-        if len(trainer.train_dataset) != len(self.rows):
-            raise RuntimeError(f"the trainer kept {len(trainer.train_dataset)} of {len(self.rows)} rows")
-        least = _trl.LEAST_MOVED if plan.weights == "fp32" else 0.0
+        if len(made.train_dataset) != len(self.rows):
+            raise RuntimeError(f"the trainer kept {len(made.train_dataset)} of {len(self.rows)} rows")
+        return made, tokenizer
+
+    def session(self, folder: Path, progress: Progress, *, stop_at: int = 0) -> tuple[Trained, Any, Any]:
+        """Trains in `folder` from its newest checkpoint, to the end or to `stop_at`: (what happened, model, tokenizer).
+
+        The model and the trainer are new, so nothing but the checkpoint connects two sessions.
+        """
+        trainer, tokenizer = self.trainer(folder)
+        least = _trl.LEAST_MOVED if self.plan.weights == "fp32" else 0.0
         trained = _trl.fit(trainer, self.identity, progress, stop_at=stop_at, least_moved=least)
         return trained, trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False).eval(), tokenizer
 
@@ -224,6 +229,8 @@ def train(
     sizes: Sizes,
     device: str,
     progress: Progress,
+    *,
+    interrupt: bool = True,
     trace: Trace | None = None,
 ) -> Artefact:
     """Trains to the planned stop, resumes from the checkpoint left there, and goes on to the end.
@@ -244,7 +251,7 @@ def train(
         )
     training = Training(checkpoint, rows, plan, seed, sizes, device)
     with _folder() as folder:
-        if plan.stop and _trl.newest_checkpoint(folder) is None:
+        if interrupt and plan.stop and _trl.newest_checkpoint(folder) is None:
             training.session(folder, progress, stop_at=plan.stop)
             _free()
         trained, model, tokenizer = training.session(folder, progress)
@@ -257,7 +264,7 @@ def train(
         **trained.moved.metrics,
         **_trl.dtype_metrics(training.identity),
     }
-    if plan.stop and sizes["verify"]:
+    if trained.resumed_from and sizes["verify"]:
         facts |= _verify(training, model, trained, progress, device)
     if trace is not None:
         trace.losses += [trained.history[step] for step in sorted(trained.history)]
@@ -410,10 +417,14 @@ def probe(
     """Digests of a short training on `checkpoint`, the way `train` does it."""
     plan = plan_of(genome, sizes)
     tokenizer = checkpoint.tokenizer()
-    rows, _ = chosen(encode(problems["train"], tokenizer), str(genome["data.filter"]), sizes["rows"], plan.longest)
-    held, _ = chosen(encode(problems["validation"], tokenizer), "all", 2, plan.longest)
+    train_rows, held = (
+        chosen(sorted(encode(problems[part], tokenizer), key=len), kind, count, plan.longest)[0]
+        for part, kind, count in (("train", str(genome["data.filter"]), sizes["rows"]), ("validation", "all", 2))
+    )
     trace = Trace()
-    artefact = train(checkpoint, rows, plan, 0, sizes, "cpu", lambda step, loss: None, trace)
+    artefact = train(
+        checkpoint, train_rows, plan, 0, sizes, "cpu", lambda step, loss: None, interrupt=False, trace=trace
+    )
     ids, mask, _ = padded(held)
     with torch.no_grad():
         logits = artefact.model(input_ids=ids, attention_mask=mask).logits[mask.bool()]
