@@ -59,7 +59,7 @@ def recipe(**changes: Any) -> Recipe:
 
 
 def said(text: str, per_token: float = -1.0, *, tokens: int = 10, ended: bool = True) -> Sample:
-    return Sample(text, 5, tokens, ended, per_token * tokens)
+    return Sample(text, tokens, ended, per_token * tokens)
 
 
 class Script:
@@ -71,7 +71,7 @@ class Script:
 
     def __call__(self, rows: Sequence[Row]) -> list[Reply]:
         self.asked.append(list(rows))
-        return [Reply(self.questions[number][j], 1.0 + j) for number, j in rows]
+        return [Reply(self.questions[number][j], 50 + number, 1.0 + j) for number, j in rows]
 
     def solve(self, how: Recipe) -> list[Solution]:
         return solve(len(self.questions), how, self)
@@ -128,6 +128,7 @@ def test_stopping_early_really_stops_and_counts_what_it_asked_for() -> None:
     found = script.solve(recipe(samples=8, threshold=0.67))
     assert [len(s.samples) for s in found] == [2, 8, 3]
     assert [s.calls for s in found] == [1, 7, 2], "a pair, then one at a time"
+    assert [s.prompt_tokens for s in found] == [50, 7 * 51, 2 * 52], "every call reads the prompt"
     assert script.asked[0] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
     assert script.asked[1] == [(1, 2), (2, 2)]
     assert script.asked[2:] == [[(1, j)] for j in range(3, 8)]
@@ -139,7 +140,7 @@ def test_without_stopping_all_samples_are_one_call() -> None:
     script = Script([said("12")] * 4)
     (found,) = script.solve(recipe())
     assert script.asked == [[(0, 0), (0, 1), (0, 2), (0, 3)]]
-    assert (found.calls, len(found.samples), found.seconds) == (1, 4, 4.0)
+    assert (found.calls, len(found.samples), found.prompt_tokens, found.seconds) == (1, 4, 50, 4.0)
 
 
 @pytest.mark.parametrize(
@@ -209,8 +210,8 @@ def test_recipes_are_made_of_genomes() -> None:
 
 
 def test_tokens_calls_and_cost_add_up() -> None:
-    one = Solution([said("12", tokens=3), said("13", tokens=5)], calls=2, seconds=4.0, answer="12")
-    two = Solution([said("4", tokens=7)], calls=1, seconds=1.0, answer="5")
+    one = Solution([said("12", tokens=3), said("13", tokens=5)], calls=2, prompt_tokens=10, seconds=4.0, answer="12")
+    two = Solution([said("4", tokens=7)], calls=1, prompt_tokens=5, seconds=1.0, answer="5")
     found = score([one, two], ["12", "4"], ["sums", "gsm8k"], Prices(10, 40)).metrics
     assert found["prompt_tokens"] == (2 * 5 + 5) / 2
     assert found["generated_tokens"] == (3 + 5 + 7) / 2
@@ -223,7 +224,7 @@ def test_tokens_calls_and_cost_add_up() -> None:
 
 
 def test_no_correct_answer_has_no_tokens_per_correct_answer() -> None:
-    found = score([Solution([said("1")], 1, 1.0, "1")], ["2"], ["sums"], Prices(1, 1))
+    found = score([Solution([said("1")], 1, 5, 1.0, "1")], ["2"], ["sums"], Prices(1, 1))
     assert "tokens_per_correct_answer" not in found.metrics
     assert all(math.isfinite(value) for value in found.metrics.values())
     assert found.units == [0.0]
@@ -281,7 +282,7 @@ def test_greedy_completions_are_those_of_a_loop_without_cache_and_padding(model:
         assert reply.sample.tokens == len(tokens) - len(prompt)
         assert reply.sample.text == model.tokenizer.decode(tokens[len(prompt) :], skip_special_tokens=True)
         assert reply.sample.log_probability == pytest.approx(total, abs=1e-3)
-        assert reply.sample.prompt_tokens == len(prompt)
+        assert reply.prompt_tokens == len(prompt)
         assert reply.seconds > 0
 
 
@@ -296,7 +297,7 @@ def test_rows_that_end_early_are_counted_to_their_end(model: LanguageModel, monk
 
     monkeypatch.setattr("auto_research.evolve.workflows._reasoning.next_token", plan)
     replies = model.complete(prompts_of(model), None, tokens=10, temperature=0.0)
-    order = sorted(range(3), key=lambda row: len(prompts_of(model)[row]))
+    order = sorted(range(3), key=lambda row: (len(prompts_of(model)[row]), prompts_of(model)[row]))
     assert [replies[row].sample.tokens for row in order] == list(counts)
     assert all(reply.sample.ended for reply in replies)
     short, _, long = (replies[row].seconds for row in order)
@@ -467,7 +468,7 @@ def test_test_part_is_sealed_and_a_solver_sees_no_answer(budget: ReasoningBudget
     class Watched(Solver):
         def __call__(self, questions: Sequence[str]) -> list[Solution]:
             asked.extend(questions)
-            return [Solution([said(answer)], 1, 1.0, answer) for answer in data.parts.validation.answers]
+            return [Solution([said(answer)], 1, 5, 1.0, answer) for answer in data.parts.validation.answers]
 
     made = solver(budget, data, sizes, {})
     found = budget.validate(Watched(made.recipe, 0, made.model, {}), data, sizes, "cpu")
@@ -543,11 +544,14 @@ def test_cost_grows_with_samples_and_tokens(budget: ReasoningBudget, sizes: Size
         return budget.cost(budget.space.feasible(changes)[0], sizes, data)
 
     base = cost({})
-    assert cost({"samples": 4}).flops == 4 * base.flops
+    assert base.flops < cost({"samples": 4}).flops < 4 * base.flops, "the prompt is read once"
+    assert cost({"samples": 4, "stop.threshold": 0.5}).flops > cost({"samples": 4}).flops, "or once a call"
     assert cost({"max_new_tokens": 160}).flops > base.flops
     assert base.parameters == sum(p.numel() for p in solver(budget, data, sizes, {}).model.model.parameters())
     assert base.memory_bytes > 4 * base.parameters
-    assert budget.match(budget.space.feasible({"samples": 4})[0], base, sizes, data) == "up to 4 times the operations"
+    several = budget.space.feasible({"samples": 4})[0]
+    times = cost({"samples": 4}).flops / base.flops
+    assert budget.match(several, base, sizes, data) == f"up to {times:.3g} times the operations"
     assert budget.match(budget.space.baseline(), base, sizes, data) == ""
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -87,13 +88,12 @@ class Sample:
     """One completion.
 
     Attributes:
-        prompt_tokens, tokens: read and generated; the end token is one of them, the padding behind it is not.
+        tokens: generated; the end token is one of them, the padding behind it is not.
         ended: whether it has its end token, rather than having been cut off.
         log_probability: of all generated tokens under the model itself (temperature 1), natural logarithm.
     """
 
     text: str
-    prompt_tokens: int
     tokens: int
     ended: bool
     log_probability: float
@@ -111,9 +111,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class Reply:
-    """A sample and the seconds from the start of its call to its last token."""
+    """A sample, the tokens of the prompt that its call read, and the seconds from the call's start to its last one."""
 
     sample: Sample
+    prompt_tokens: int
     seconds: float
 
 
@@ -123,13 +124,20 @@ class Solution:
 
     Attributes:
         calls: times the question was sent to the model, each for one or more samples.
+        prompt_tokens: read in all calls; a call reads its prompt once, whatever the number of its samples.
         seconds: of all its calls; waiting between them is not counted.
     """
 
     samples: list[Sample] = field(default_factory=list)
     calls: int = 0
+    prompt_tokens: int = 0
     seconds: float = 0.0
     answer: str | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Generated in all samples."""
+        return sum(sample.tokens for sample in self.samples)
 
 
 Row = tuple[int, int]
@@ -208,13 +216,15 @@ def solve(questions: int, recipe: Recipe, ask: Ask) -> list[Solution]:
             for number in waiting
             for j in range(len(solutions[number].samples), recipe.reach(len(solutions[number].samples)))
         ]
-        took = dict.fromkeys(waiting, 0.0)
+        replies: dict[int, list[Reply]] = {}
         for (number, _), reply in zip(rows, ask(rows), strict=True):
-            solutions[number].samples.append(reply.sample)
-            took[number] = max(took[number], reply.seconds)
-        for number, seconds in took.items():
-            solutions[number].calls += 1
-            solutions[number].seconds += seconds
+            replies.setdefault(number, []).append(reply)
+        for number, call in replies.items():
+            solution = solutions[number]
+            solution.samples += [reply.sample for reply in call]
+            solution.calls += 1
+            solution.prompt_tokens += call[0].prompt_tokens
+            solution.seconds += max(reply.seconds for reply in call)
         waiting = [number for number in waiting if not settled(solutions[number].samples, recipe)]
     for solution in solutions:
         solution.answer = choose(solution.samples, recipe.verifier)
@@ -300,9 +310,10 @@ class LanguageModel:
     ) -> list[Reply]:
         """A completion of each prompt, of at most `tokens` tokens; uniform (R, tokens) unless temperature is 0.
 
-        Rows of similar length share a batch, padded on the left; what a row gets does not depend on the others.
+        Rows of similar length share a batch, padded on the left, equal prompts stand together and are read once. What a
+        row gets does not depend on the others.
         """
-        order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
+        order = sorted(range(len(prompts)), key=lambda row: (len(prompts[row]), prompts[row]))
         found: dict[int, Reply] = {}
         for first in range(0, len(order), self.batch):
             rows = order[first : first + self.batch]
@@ -320,14 +331,31 @@ class LanguageModel:
         pad, width = self.tokenizer.pad_token_id, max(map(len, prompts))
         ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in prompts], device=self.device)
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts], device=self.device)
+        first = [row for row, prompt in enumerate(prompts) if row == 0 or prompt != prompts[row - 1]]
+        place = torch.tensor([sum(row >= start for start in first) - 1 for row in range(len(prompts))])
         draw = Draw(None if uniform is None else torch.from_numpy(uniform).to(self.device), temperature)
         greedy = GenerationConfig(
             max_new_tokens=tokens, do_sample=False, eos_token_id=sorted(self.ends), pad_token_id=pad, use_cache=True
         )
         began = time.perf_counter()
-        out = self.model.generate(
-            input_ids=ids, attention_mask=mask, generation_config=greedy, logits_processor=[draw]
-        )[:, width:].tolist()
+        with torch.no_grad():  # every prompt once, but for its last token, from which the first new one is drawn
+            read = self.model(
+                input_ids=ids[first, :-1],
+                attention_mask=mask[first, :-1],
+                position_ids=(mask[first, :-1].cumsum(-1) - 1).clamp(min=0),
+                use_cache=True,
+                logits_to_keep=1,
+            ).past_key_values
+        read.batch_select_indices(place.to(self.device))
+        with warnings.catch_warnings():  # its name of before 5.24, which all releases up to 6 take
+            warnings.filterwarnings("ignore", message=".*past_key_values", category=FutureWarning)
+            out = self.model.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                past_key_values=read,
+                generation_config=greedy,
+                logits_processor=[draw],
+            )[:, width:].tolist()
         clock = [*draw.begun, time.perf_counter()]
         log_probability = torch.stack(draw.log_probabilities, dim=1).double().cpu()
         replies = []
@@ -335,12 +363,11 @@ class LanguageModel:
             length = completion_length(out[row], self.ends)
             sample = Sample(
                 text=self.tokenizer.decode(out[row][:length], skip_special_tokens=True),
-                prompt_tokens=len(prompt),
                 tokens=length,
                 ended=out[row][length - 1] in self.ends,
                 log_probability=float(log_probability[row, :length].sum()),
             )
-            replies.append(Reply(sample, clock[length] - began))
+            replies.append(Reply(sample, len(prompt), clock[length] - began))
         return replies
 
 
@@ -376,10 +403,9 @@ class Prices:
     read: int
     generated: int
 
-    def cost(self, samples: Sequence[Sample]) -> float:
-        """Of these samples, in millionths of a dollar."""
-        read, made = sum(s.prompt_tokens for s in samples), sum(s.tokens for s in samples)
-        return (read * self.read + made * self.generated) / 100
+    def cost(self, solution: Solution) -> float:
+        """Of a solution, in millionths of a dollar."""
+        return (solution.prompt_tokens * self.read + solution.tokens * self.generated) / 100
 
 
 def score(solutions: Sequence[Solution], answers: Sequence[str], sources: Sequence[str], prices: Prices) -> Scores:
@@ -391,7 +417,7 @@ def score(solutions: Sequence[Solution], answers: Sequence[str], sources: Sequen
     right = np.array([s.answer == answer for s, answer in zip(solutions, answers, strict=True)], float)
     taken = [len(s.samples) for s in solutions]
     drawn = [sample for s in solutions for sample in s.samples]
-    made = np.array([sum(sample.tokens for sample in s.samples) for s in solutions], float)
+    made = np.array([s.tokens for s in solutions], float)
     seconds = np.array([s.seconds for s in solutions])
     possible = [
         any(sample.answer == answer for sample in s.samples) for s, answer in zip(solutions, answers, strict=True)
@@ -402,10 +428,10 @@ def score(solutions: Sequence[Solution], answers: Sequence[str], sources: Sequen
         "answered": float(np.mean([s.answer is not None for s in solutions])),
         "samples_used": float(np.mean(taken)),
         "calls": float(np.mean([s.calls for s in solutions])),
-        "prompt_tokens": float(np.mean([sum(sample.prompt_tokens for sample in s.samples) for s in solutions])),
+        "prompt_tokens": float(np.mean([s.prompt_tokens for s in solutions])),
         "generated_tokens": float(made.mean()),
         "cut_off": float(np.mean([not sample.ended for sample in drawn])),
-        "cost_microdollars": float(np.mean([prices.cost(s.samples) for s in solutions])),
+        "cost_microdollars": float(np.mean([prices.cost(s) for s in solutions])),
         "latency_p50_s": float(np.quantile(seconds, 0.5)),
         "latency_p95_s": float(np.quantile(seconds, 0.95)),
     }
@@ -438,7 +464,7 @@ def scripted(recipe: Recipe) -> tuple[int, Recipe, Ask]:
         text, per_token = DISAGREEING[j] if number == 0 else ("It is 5.", -0.2)
         length = LENGTHS[0 if number == 0 else (number + j) % len(LENGTHS)]
         kept = min(length, recipe.max_new_tokens)
-        return Reply(Sample(text, 10, kept, kept == length, kept * per_token), 0.0)
+        return Reply(Sample(text, kept, kept == length, kept * per_token), 10, 0.0)
 
     return 1 + len(LENGTHS), recipe, lambda rows: [reply(number, j) for number, j in rows]
 

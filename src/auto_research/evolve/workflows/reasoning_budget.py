@@ -416,9 +416,12 @@ class ReasoningBudget(Workflow):
         from auto_research.evolve.workflows._reasoning import Recipe
 
         shape, recipe = data.parts.checkpoint.shape, Recipe.of(genome)
-        tokens = self._prompt_length(recipe.prompt, data) + recipe.max_new_tokens
+        prompt = self._prompt_length(recipe.prompt, data)
+        tokens = prompt + recipe.max_new_tokens
         rows = min(sizes["batch"], recipe.samples * len(data.parts.validation))
-        flops = recipe.samples * shape.forward_flops(1, tokens)
+        read = shape.forward_flops(1, prompt)
+        calls = 1 if recipe.threshold is None else recipe.samples - 1  # a pair and singles
+        flops = calls * read + recipe.samples * (shape.forward_flops(1, tokens) - read)
         return Cost(shape.parameters, flops, shape.inference_bytes(rows, tokens))
 
     def match(self, genome: Genome, baseline: Cost, sizes: Sizes, data: Data) -> str:
