@@ -32,6 +32,9 @@ def prepare(
     only_list: Annotated[bool, typer.Option("--list", help="Say what is on this machine; fetch nothing.")] = False,
     dataset_dir: Annotated[Path | None, typer.Option(help="Folder of data sets to look in first.")] = None,
     cache: Annotated[Path | None, typer.Option(help="Where to keep what is fetched, instead of the cache.")] = None,
+    messages: Annotated[
+        Path | None, typer.Option(help="Also write the data sets as chat messages, which TRL reads, to FOLDER/<name>.")
+    ] = None,
 ) -> None:
     """Fetch data sets and make checkpoints ready. Without names: list what is on this machine."""
     from rich.console import Console
@@ -60,8 +63,22 @@ def prepare(
         names_failed = ", ".join(row.name for row in failed)
         typer.echo(f"error: not ready: {names_failed}; the table says why.", err=True)
         raise typer.Exit(EXIT_CODE)
+    if messages is not None:
+        _export(names or [], messages, dataset_dir)
     if not fetching:
         console.print("`auto-research prepare NAME...` fetches what is missing.", highlight=False)
+
+
+def _export(names: list[str], folder: Path, dataset_dir: Path | None) -> None:
+    """Write each data set named as JSON lines of messages, and say where and how many."""
+    from auto_research.data.export import EXPORTED, export
+
+    if not names:
+        raise UserError(f"--messages needs the names of data sets: {', '.join(EXPORTED)}")
+    for name in names:
+        for part, (rows, dropped) in export(name, folder / name, dataset_dir).items():
+            without = f", {dropped} left out that prefer nothing" if dropped else ""
+            typer.echo(f"{folder / name / part}.jsonl: {rows} rows{without}")
 
 
 def _dataset(name: str, fetching: bool, dataset_dir: Path | None, progress: Progress) -> Row:
