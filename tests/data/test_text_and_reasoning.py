@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from auto_research.data.reasoning import Problem, read_gsm8k
+from auto_research.data.reasoning import Problem, read_gsm8k, with_validation
 from auto_research.data.rows import MalformedRow
 from auto_research.data.text import Instruction, read_alpaca, read_tiny_shakespeare, read_wikitext2
 from auto_research.runtime.errors import UserError
@@ -93,3 +93,12 @@ def test_gsm8k_refuses_a_malformed_row(write, tmp_path, row, why):
         read_gsm8k(tmp_path)
     assert f"{path}, line 2: " in str(caught.value)
     assert why in str(caught.value)
+
+
+def test_validation_is_the_end_of_the_training_file():
+    train = [Problem(f"q{i}", "", str(i)) for i in range(7)]
+    parts = with_validation({"train": train, "test": []}, rows=3)
+    assert [p.question for p in parts["train"]] == ["q0", "q1", "q2", "q3"]
+    assert [p.question for p in parts["validation"]] == ["q4", "q5", "q6"]
+    with pytest.raises(UserError, match="none is left to train on"):
+        with_validation({"train": train, "test": []}, rows=7)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from auto_research.data.rows import MalformedRow, read_lines, require
+from auto_research.runtime.errors import UserError
 
 GSM8K_SPLITS = ("train", "test")
+HELD_OUT = 500
+"""Last training problems that are the validation part."""
 _FINAL = re.compile(r"\n?#### ?(-?\$?[0-9][0-9,]*(?:\.[0-9]+)?)\s*$")
 _CALCULATION = re.compile(r"<<[^<>]*>>")
 
@@ -56,6 +60,20 @@ def read_gsm8k(folder: Path | str) -> dict[str, list[Problem]]:
     Raises UserError for a missing or empty file, MalformedRow (file, line) for a row outside the format.
     """
     return {split: _problems(require(Path(folder), f"{split}.jsonl")) for split in GSM8K_SPLITS}
+
+
+def with_validation(published: Mapping[str, list[Problem]], rows: int = HELD_OUT) -> dict[str, list[Problem]]:
+    """Training, validation and test problems: the last `rows` of the training file are validation, which has no file.
+
+    Raises UserError when that leaves nothing to train on.
+    """
+    train = published["train"]
+    if len(train) <= rows:
+        raise UserError(
+            f"there are {len(train)} training problems, of which the last {rows} are for validation, so none is left "
+            "to train on: use the published files"
+        )
+    return {"train": train[:-rows], "validation": train[-rows:], "test": published["test"]}
 
 
 def _problems(path: Path) -> list[Problem]:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from auto_research.data.reasoning import HELD_OUT, with_validation
 from auto_research.evolve.space import CONTROL, Axis, Genome, Space
 from auto_research.evolve.workflow import (
     Cost,
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
     from auto_research.evolve.workflows._gsm8k_sft import Artefact, Row
 
 DATASET = "gsm8k"
-HELD_OUT = 500
-"""Of the published training problems, the last ones are for validation."""
 
 
 @dataclass(frozen=True)
@@ -203,14 +202,8 @@ class Gsm8kTuning(Workflow):
         from auto_research.evolve.workflows._gsm8k_sft import chosen, encode
 
         checkpoint = choose(LANGUAGE_MODELS, sizes.values)
-        published: dict[str, list[Problem]] = catalogue.load(DATASET, dataset_dir)
-        everything = published["train"]
-        if len(everything) <= HELD_OUT:
-            raise UserError(
-                f"{DATASET} has {len(everything)} training problems, of which the last {HELD_OUT} are for validation, "
-                "so none is left to train on: use the published files"
-            )
-        problems = {"train": everything[:-HELD_OUT], "validation": everything[-HELD_OUT:]}
+        published = with_validation(catalogue.load(DATASET, dataset_dir))
+        problems = {name: published[name] for name in ("train", "validation")}
         tokenizer = checkpoint.tokenizer()
         rows = {name: encode(part, tokenizer) for name, part in problems.items()}
         rows["validation"], overlong = chosen(rows["validation"], "all", sizes["validation"], sizes["longest"])
@@ -221,8 +214,9 @@ class Gsm8kTuning(Workflow):
         )
         hygiene["rows of validation left out for length"] = overlong
         counts = catalogue.entry(DATASET).counts
-        reduced = len(everything) < counts["train"]
-        stand_in = [f"the first {len(everything)} of {counts['train']} training problems"] if reduced else []
+        known = sum(map(len, problems.values()))
+        reduced = known < counts["train"]
+        stand_in = [f"the first {known} of {counts['train']} training problems"] if reduced else []
         return Data(
             Parts(checkpoint, problems, rows),
             {DATASET: catalogue.fingerprint(problems)[:16], **checkpoint.digests},

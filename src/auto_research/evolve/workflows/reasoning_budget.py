@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from auto_research.data.reasoning import HELD_OUT, with_validation
 from auto_research.evolve.space import Axis, Constraint, Genome, Space, Value
 from auto_research.evolve.workflow import (
     Cost,
@@ -50,9 +51,6 @@ SAMPLING = 0.7
 WORDS = {"+": "plus", "-": "minus", "*": "times"}
 
 SOURCES = ("sums", "arithmetic", "gsm8k")
-
-HELD_OUT = 500
-"""Last rows of GSM8K's training file that are its validation part: it comes without one."""
 
 
 @dataclass(frozen=True)
@@ -320,9 +318,7 @@ class ReasoningBudget(Workflow):
         if sizes["gsm8k"]:
             from auto_research.data import catalogue
 
-            read = catalogue.load("gsm8k", dataset_dir)
-            parts = {**read, "train": read["train"][:-HELD_OUT], "validation": read["train"][-HELD_OUT:]}
-            for part, problems in parts.items():
+            for part, problems in with_validation(catalogue.load("gsm8k", dataset_dir)).items():
                 found[part] += [Item("gsm8k", p.question, p.answer, p.question) for p in problems]
         for part in ("validation", "test"):
             found[part] = [
@@ -347,9 +343,18 @@ class ReasoningBudget(Workflow):
             {"problems": digest(vars(validation), usual), **checkpoint.digests},
             hygiene,
             len(set(validation.questions)),
-            checkpoint.stand_in,
+            "; ".join(filter(None, [self._reduced(parts), checkpoint.stand_in])),
             checkpoint.served,
         )
+
+    def _reduced(self, parts: dict[str, list[Item]]) -> str:
+        """Whether GSM8K is the slice that the package holds rather than the published files."""
+        from auto_research.data import catalogue
+
+        read = sum(item.source == "gsm8k" for item in parts["train"])
+        whole = catalogue.entry("gsm8k").counts["train"] - HELD_OUT
+        said = f"GSM8K is the first {read + HELD_OUT} of its {whole + HELD_OUT} training problems"
+        return said if 0 < read < whole else ""
 
     def load_test(self, sizes: Sizes, dataset_dir: Path | None) -> Problems:
         return Problems.of(self._split(sizes, dataset_dir)["test"])
