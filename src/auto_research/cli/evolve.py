@@ -71,6 +71,10 @@ Screening = Annotated[
     typer.Option("--screening", help="One seed for every child, the others for the better half and what is near it."),
 ]
 DatasetDir = Annotated[Path | None, typer.Option(help="Folder whose data sets win over cached ones.")]
+Checkpoints = Annotated[
+    Literal["auto", "micro"],
+    typer.Option(help="auto: real ones where they are on this machine; micro: those that are built here."),
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, mps, cuda or cuda:<i>.")]
 MinSeeds = Annotated[int, typer.Option(min=2, help="Finished seeds that a promotion needs.")]
 ConfidenceZ = Annotated[float, typer.Option(min=0, help="Standard errors that a promotion needs.")]
@@ -165,6 +169,7 @@ def plan(
     random_search: RandomSearch = None,
     screening: Screening = False,
     dataset_dir: DatasetDir = None,
+    checkpoints: Checkpoints = "auto",
     device: Device = "auto",
     promotion_min_seeds: MinSeeds = 3,
     confidence_z: ConfidenceZ = 1.0,
@@ -212,6 +217,7 @@ def run_(
     random_search: RandomSearch = None,
     screening: Screening = False,
     dataset_dir: DatasetDir = None,
+    checkpoints: Checkpoints = "auto",
     device: Device = "auto",
     promotion_min_seeds: MinSeeds = 3,
     confidence_z: ConfidenceZ = 1.0,
@@ -394,6 +400,10 @@ def configure(given: dict[str, Any]) -> RunConfig:
     sizes = dict(_pair(text, "--size", int) for text in given["size"] or [])
     if given["steps"] is not None:
         sizes["steps"] = given["steps"]
+    if given["checkpoints"] == "micro":
+        if "micro" not in chosen.sizes(given["budget"]).values:
+            raise UserError(f"{key} uses no checkpoint, so --checkpoints micro means nothing to it: leave it out")
+        sizes["micro"] = 1
     fresh = given["confirm_seeds"]
     if fresh is None:
         fresh = "none" if smoke or not chosen.select or not chosen.stochastic else FRESH_SEEDS
@@ -422,7 +432,7 @@ def configure(given: dict[str, Any]) -> RunConfig:
         "confirm_z": given["confirm_z"],
         "trial_timeout_s": chosen.cell_seconds[given["budget"]],
         "where": {
-            **_side_by_side(given, device),
+            **_side_by_side(chosen, given, device),
             **_where(given),
             **({"test": "manual"} if given["keep_test_sealed"] else {}),
             **({"quarantine": str(given["quarantine"])} if given["quarantine"] is not None else {}),
@@ -487,6 +497,8 @@ def rounds(workflow: Workflow, budget: Budget) -> tuple[int, int]:
     """(generations, population) of a budget: the workflow's own plan, or one place for each operator, 2 to 4."""
     if not workflow.select:
         return 1, max(1, len(workflow.points(budget)) - 1)
+    if budget in workflow.rounds:
+        return workflow.rounds[budget]
     own = workflow.smoke_plan() if budget == "smoke" else None
     if own:
         return 1, len(own)
@@ -564,11 +576,11 @@ def _where(given: dict[str, Any]) -> dict[str, Any]:
     return {name: given[name] for name in names if given[name] is not None}
 
 
-def _side_by_side(given: dict[str, Any], device: str) -> dict[str, Any]:
+def _side_by_side(workflow: Workflow, given: dict[str, Any], device: str) -> dict[str, Any]:
     """As many cells as there are cores for: small models gain little from a second thread, and all from a neighbour."""
     from auto_research.runtime.versions import cores
 
-    if device != "cpu" or given["workers"] or given["executor"] == "ray":
+    if device != "cpu" or given["workers"] or given["executor"] == "ray" or not workflow.side_by_side:
         return {}
     return {"workers": max(1, cores() // (given["cpu_threads"] or 1))}
 

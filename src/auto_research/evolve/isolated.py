@@ -42,6 +42,7 @@ def prepare(payload: dict[str, Any]) -> dict[str, Any]:
         anchors=anchors,
         sizes=sizes.values,
         checkpoints=data.checkpoints,
+        subset=data.subset,
         limits=workflow.limits(sizes),
     )
     return prepared.model_dump(mode="json")

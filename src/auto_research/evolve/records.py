@@ -212,6 +212,7 @@ class Prepared(Record):
     anchors: dict[str, float]
     sizes: dict[str, int]
     checkpoints: dict[str, str] = {}
+    subset: dict[str, list[str]] = {}
     limits: dict[str, float] = {}
 
 

@@ -94,6 +94,7 @@ class Data:
         stand_in: why this is not the data that the workflow is about; empty when it is.
         examples: number of distinct validation examples.
         checkpoints: label -> where the pretrained weights come from, of workflows that use some.
+        subset: part -> ids of its examples in their order, where a fixed subset of a larger data set was chosen.
     """
 
     parts: Any
@@ -102,6 +103,7 @@ class Data:
     examples: int
     stand_in: str = ""
     checkpoints: dict[str, str] = field(default_factory=dict)
+    subset: dict[str, list[str]] = field(default_factory=dict)
 
 
 @dataclass
@@ -159,8 +161,11 @@ class Workflow(ABC):
         select: False for workflows that only measure fixed candidates (scaling law): no promotion.
         level: reached by a standard run with complete data.
         schedule: axis groups of generation 2, 3, ... (generation 1 is the ablation of operators).
+        rounds: generations and population of a budget, where they are not the usual ones.
         cell_seconds: hard limit of a cell by budget, several times what a slow processor needs; a cell that makes no
             progress is ended long before.
+        side_by_side: as many cells at a time as there are cores, unless a user asks otherwise; False for models that
+            fill a machine: one cell at a time, with all cores.
         language_model: cells use transformers, so their fork server imports it once.
         preload: modules the cells' fork server imports instead; None for torch.
         settings: sizes that are no amounts (prices, limits, rows at a time): a smaller one is no reduction.
@@ -181,10 +186,12 @@ class Workflow(ABC):
         ("post-training",),
         ("structure", "data", "post-training", "joint"),
     )
+    rounds: ClassVar[Mapping[Budget, tuple[int, int]]] = {}
     space: ClassVar[Space]
     operators: ClassVar[tuple[Operator, ...]] = ()
     evidence: ClassVar[tuple[Evidence, ...]] = ()
     cell_seconds: ClassVar[Mapping[Budget, float]] = {"smoke": 900, "standard": 3600, "full": 86_400}
+    side_by_side: ClassVar[bool] = True
     language_model: ClassVar[bool] = False
     preload: ClassVar[tuple[str, ...] | None] = None
     settings: ClassVar[tuple[str, ...]] = ()
