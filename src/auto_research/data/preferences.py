@@ -230,7 +230,7 @@ def _demo_pair(path: Path, number: int, row: Any) -> Pair:
     said = [answer[0].content for answer in answers if answer and answer[0].role == "assistant"]
     if len(said) < 2:
         raise MalformedRow(path, number, f"row {number} lacks a message of gpt 'chosen' or 'rejected'")
-    return Pair(tuple(conversation), *said)
+    return Pair(tuple(conversation), said[0], said[1])
 
 
 # ------------------------------------------------------------------------------------------------------- own pairs

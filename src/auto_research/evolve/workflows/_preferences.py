@@ -157,7 +157,8 @@ def _fill(examples: Iterator[Example], wanted: Mapping[str, int]) -> dict[str, l
     taken: set[str] = set()
     rest = iter(some)
     for name in sorted(wanted, key=list(PARTS).index, reverse=True):
-        count, part = wanted[name], []
+        count = wanted[name]
+        part: list[Example] = []
         if "train" in wanted and name != "train" and len(some) < total:
             count = min(count, max(1, len(some) // 6, count * len(some) // total))
         while len(part) < count and (example := next(rest, None)) is not None:
