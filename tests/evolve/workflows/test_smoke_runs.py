@@ -60,6 +60,12 @@ def test_a_smoke_run_ends_with_a_board_and_meets_its_row(smoke: tuple[RunRecord,
 def expected_verdict(record: RunRecord) -> str:
     if record.config.workflow == "reasoning-budget" and record.prepared and record.prepared.stand_in:
         return "no signal"  # the micro model answers no sum
+    if record.config.workflow == "gsm8k-sft" and record.prepared and "micro-lm" in record.prepared.stand_in:
+        return "no signal"  # what it has read of Shakespeare makes it worse than chance at sums
+    if record.config.workflow == "ultrafeedback":
+        means = [t.mean or 0.0 for t in record.trials if t.candidate.id in ("baseline", record.champion)]
+        if min(means) <= best_floor(record):
+            return "no signal"  # 16 pairs leave that to chance
     return "measured" if record.config.workflow == "scaling-law" else "smoke: no conclusion"
 
 
@@ -126,6 +132,34 @@ def reasoning(record: RunRecord) -> None:
     assert "Stopping early" in record.summary["sentence"]
 
 
+def tuning(record: RunRecord) -> None:
+    assert record.prepared is not None
+    for trial in record.trials:
+        found = metrics(trial)
+        assert found["response_nll"] < record.prepared.floors["untrained checkpoint"], "the likelihood improves"
+        assert found["changed_share"] > 0.5
+        assert (found["weight_bits"], found["compute_bits"]) == (32, 16)
+        assert (found["resumed_from_step"], found["steps_after_resume"]) == (1, 1)
+        assert found["tensors_bit_equal"] == found["tensors"]
+    if "micro-lm" not in record.prepared.stand_in:
+        assert metrics(record.trials[0])["tensors"] == 272
+    assert "resumed from step 1" in record.summary["sentence"]
+
+
+def preferring(record: RunRecord) -> None:
+    assert record.prepared is not None
+    assert [len(ids) for ids in record.prepared.subset.values()] == [16, 16, 8]
+    dpo, orpo = (metrics(trial) for trial in record.trials)
+    assert dpo["first_loss"] == pytest.approx(0.6931, abs=2e-3), "ln 2 before any step"
+    assert abs(dpo["loss_after_a_step"] - 0.6931) > 1e-4
+    assert (dpo["accuracy_untrained"], record.prepared.floors) == (0.5, {"untrained policy (ties) or chance": 0.5})
+    for found in (dpo, orpo):
+        assert found["changed_share"] > 0.5
+        assert found["margin"] != 0
+        assert found["accuracy_lower"] < found["accuracy"] < found["accuracy_upper"]
+    assert "this is no comparison" in record.summary["sentence"]
+
+
 CHECKS = {
     "rankmixer-movielens": ranking,
     "llm-wikitext": language,
@@ -133,4 +167,6 @@ CHECKS = {
     "arithmetic": post_training,
     "scaling-law": scaling,
     "reasoning-budget": reasoning,
+    "gsm8k-sft": tuning,
+    "ultrafeedback": preferring,
 }

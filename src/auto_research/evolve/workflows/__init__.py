@@ -13,6 +13,8 @@ WORKFLOWS = {
     "vlm-shapes": "vlm_shapes:VisualShapes",
     "arithmetic": "arithmetic:Arithmetic",
     "reasoning-budget": "reasoning_budget:ReasoningBudget",
+    "gsm8k-sft": "gsm8k_sft:Gsm8kTuning",
+    "ultrafeedback": "ultrafeedback:UltraFeedback",
     "scaling-law": "scaling_law:ScalingLaw",
 }
 """Key -> module of this folder and class."""
