@@ -13,6 +13,7 @@ from auto_research.layers.attention import attend
 from auto_research.layers.one_way import (
     BlockLinear,
     BlockMLP,
+    GroupNorm,
     OneWayCross,
     OneWayFM,
     Owner,
@@ -94,6 +95,16 @@ def test_fm_without_requests_is_wukongs():
     torch.testing.assert_close(fm.candidate(x, None, OWNER), x @ x.mT @ fm.cc)
     assert fm.rr is None
     assert fm.cr is None
+    y, kept = fm.request(torch.randn(2, 0, 6))
+    assert y.shape == (2, 0, 3)
+    assert kept is None
+
+
+def test_norms_never_span_the_groups():
+    norm, r, c = GroupNorm((4, 3)), torch.randn(2, 4), torch.randn(2, 3)
+    torch.testing.assert_close(norm.request(r), F.layer_norm(r, (4,)))
+    torch.testing.assert_close(norm.candidate(c), F.layer_norm(c, (3,)))
+    assert not any(isinstance(part, nn.LayerNorm) for part in GroupNorm((0, 3)).request.modules())
 
 
 def test_cross_without_requests_is_dcn_v2_and_with_them_block_triangular():
@@ -101,7 +112,7 @@ def test_cross_without_requests_is_dcn_v2_and_with_them_block_triangular():
     plain, joint = CrossLayer(5), OneWayCross((0, 5))
     joint.map.cc.load_state_dict(plain.map.state_dict())
     first, x = torch.randn(2, 5), torch.randn(2, 5)
-    torch.testing.assert_close(joint.candidate(first, x, None, OWNER), plain(first, x))
+    torch.testing.assert_close(joint.candidate(first, x, (None, None), OWNER), plain(first, x))
     cross = OneWayCross((3, 2))
     r0, r, c0, c = torch.randn(3, 3), torch.randn(3, 3), torch.randn(5, 2), torch.randn(5, 2)
     weight, bias = block_weight(cross.map)
@@ -110,6 +121,26 @@ def test_cross_without_requests_is_dcn_v2_and_with_them_block_triangular():
     y_r, kept = cross.request(r0, r)
     torch.testing.assert_close(y_r[OWNER.index], expected[:, :3])
     torch.testing.assert_close(cross.candidate(c0, c, kept, OWNER), expected[:, 3:])
+
+
+def test_cross_of_a_low_rank_is_a_product_of_two_block_triangular_maps():
+    torch.manual_seed(10)
+    cross, r, c = OneWayCross((6, 4), (3, 2)), torch.randn(3, 6), torch.randn(5, 4)
+    y_r, kept = cross.request(r, r)
+    u, bias = block_weight(cross.map)
+    zero = torch.zeros(3, 4)
+    v = torch.cat(
+        [torch.cat([cross.fall.rr.weight, zero], 1), torch.cat([cross.fall.cr.weight, cross.fall.cc.weight], 1)]
+    )
+    x = torch.cat([r[OWNER.index], c], 1)
+    expected = x * (x @ (u @ v).T + bias) + x
+    torch.testing.assert_close(y_r[OWNER.index], expected[:, :6])
+    torch.testing.assert_close(cross.candidate(c, c, kept, OWNER), expected[:, 6:])
+    plain, joint = CrossLayer(5, rank=2), OneWayCross((0, 5), (0, 2))
+    joint.fall.cc.load_state_dict(plain.map[0].state_dict())
+    joint.map.cc.load_state_dict(plain.map[1].state_dict())
+    x = torch.randn(2, 5)
+    torch.testing.assert_close(joint.candidate(x, x, (None, None), OWNER), plain(x, x))
 
 
 @pytest.mark.parametrize("each", [1, 3])

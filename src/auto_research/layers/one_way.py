@@ -4,7 +4,7 @@ Features come in two groups, R of the request and C of the candidate. Every oper
 f(x^R, x^C) = (f^R(x^R), f^C(x^R, x^C)), and here it is so by construction: `request(x)` sees no candidate and returns
 its output together with what candidates will need of it; `candidate(x, kept, owner)` adds that to a candidate's own
 part. A composition of such pairs is such a pair, and everything in `request` is computed once a request (ROCS,
-arXiv:2607.27744). With an empty R group each operator is the common dense one over C.
+arXiv:2607.27744). With an empty R group (tensors of no token or column) each operator is the common dense one over C.
 
 Letters: U requests, C candidates, u(b) the request of candidate b, n_R and n_C tokens of a group, d width.
 """
@@ -117,11 +117,6 @@ class BlockMLP(nn.Module):
             x = layer.candidate(F.gelu(x) if i else x, part, owner)  # type: ignore[operator]
         return x
 
-    @property
-    def nothing(self) -> list[Tensor | None]:
-        """What is kept where there is no R group."""
-        return [None] * len(self.layers)
-
 
 class TokenCompression(nn.Module):
     """Linear compression block: `BlockLinear` along the token axis, the same for every column, without a bias."""
@@ -152,6 +147,7 @@ class OneWayFM(nn.Module):
         super().__init__()
         request, candidate = tokens
         reads = reads and request > 0
+        self.factors = factors
 
         def drawn(rows: int, fan_in: int) -> nn.Parameter:
             return nn.Parameter(torch.randn(rows, factors) / math.sqrt(fan_in))
@@ -163,29 +159,45 @@ class OneWayFM(nn.Module):
 
     def request(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """(U, n_R, d) -> (U, n_R, k) and (U, d, k)."""
-        assert self.rr is not None
-        return x @ (x.mT @ self.rr), None if self.cr is None else x.mT @ self.cr
+        y = x.new_zeros(*x.shape[:-1], self.factors) if self.rr is None else x @ (x.mT @ self.rr)
+        return y, None if self.cr is None else x.mT @ self.cr
 
     def candidate(self, x: Tensor, kept: Tensor | None, owner: Owner) -> Tensor:
         """(C, n_C, d) -> (C, n_C, k)."""
         return x @ owner.add(x.mT @ self.cc, kept)
 
 
-class OneWayCross(nn.Module):
-    """Cross layer of DCN-V2, x_{l+1} = x_0 ⊙ (W x_l + b) + x_l, with W block lower-triangular."""
+class GroupNorm(nn.Module):
+    """Layer normalisation of each group by itself, over the last dimension; no statistic spans both groups."""
 
-    def __init__(self, widths: Sizes, *, reads: bool = True) -> None:
+    def __init__(self, widths: Sizes) -> None:
         super().__init__()
-        self.map = BlockLinear(widths, widths, reads=reads)
+        self.request: nn.Module = nn.LayerNorm(widths[0]) if widths[0] else nn.Identity()
+        self.candidate: nn.Module = nn.LayerNorm(widths[1])
 
-    def request(self, first: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """x_0 and x_l (U, F_R) -> x_{l+1} (U, F_R) and (U, F_C)."""
-        y, kept = self.map.request(x)
-        return first * y + x, kept
 
-    def candidate(self, first: Tensor, x: Tensor, kept: Tensor | None, owner: Owner) -> Tensor:
+class OneWayCross(nn.Module):
+    """Cross layer of DCN-V2, x_{l+1} = x_0 ⊙ (W x_l + b) + x_l, with W = U V and U and V block lower-triangular.
+
+    Args:
+        ranks: of the groups, the rows of V; None for a full W.
+    """
+
+    def __init__(self, widths: Sizes, ranks: Sizes | None = None, *, reads: bool = True) -> None:
+        super().__init__()
+        self.fall = None if ranks is None else BlockLinear(widths, ranks, bias=False, reads=reads)
+        self.map = BlockLinear(ranks or widths, widths, reads=reads)
+
+    def request(self, first: Tensor, x: Tensor) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
+        """x_0 and x_l (U, F_R) -> x_{l+1} (U, F_R), and what V and U give to candidates."""
+        y, fallen = (x, None) if self.fall is None else self.fall.request(x)
+        y, kept = self.map.request(y)
+        return first * y + x, (fallen, kept)
+
+    def candidate(self, first: Tensor, x: Tensor, kept: tuple[Tensor | None, Tensor | None], owner: Owner) -> Tensor:
         """x_0 and x_l (C, F_C) -> x_{l+1} (C, F_C)."""
-        return first * self.map.candidate(x, kept, owner) + x
+        y = x if self.fall is None else self.fall.candidate(x, kept[0], owner)
+        return first * self.map.candidate(y, kept[1], owner) + x
 
 
 def attend_owned(query: Tensor, key: Tensor, value: Tensor, valid: Tensor, owner: Owner) -> Tensor:
