@@ -42,7 +42,8 @@ class PersonalRequests(RequestRanking):
         seen = (first - begin).double()
         share = (likes[first] - likes[begin] + 0.5 * PRIOR) / (seen + PRIOR)
         hour = torch.div(log.time[first], 3600, rounding_mode="floor")
-        profile = profile_codes(interactions, log.user[first])
+        # Named apart from the age of an event.
+        profile = {f"user {name}": code for name, code in profile_codes(interactions, log.user[first]).items()}
         self._personal: Batch = {
             "user": log.user[first] + 1,
             **profile,
