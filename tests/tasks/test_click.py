@@ -224,6 +224,9 @@ def test_metrics_against_pairs_counted_in_a_loop():
     p = torch.sigmoid(score)
     loss = -(label * p.log() + (1 - label) * (1 - p).log()).mean()
     assert found["log_loss"] == pytest.approx(float(loss), rel=1e-5)
+    share = float(label.mean())
+    constant = -(share * np.log(share) + (1 - share) * np.log(1 - share))
+    assert found["ne"] == pytest.approx(float(loss) / constant, rel=1e-5)
     # Order alone counts for the areas, size for the loss.
     scaled = task.evaluate(Fixed(3.0), "test", CPU)
     assert scaled["auc"] == pytest.approx(found["auc"])

@@ -1,0 +1,96 @@
+"""Cost of scoring a request with SlimPer: its user tokens made once, or for every candidate; HSTU + Wukong beside it.
+
+    python benchmarks/slimper_requests.py [--device cpu] [--rounds 7] [--output docs/benchmarks] [--plot docs/images]
+
+Weights and histories are random (costs do not depend on them). Both ways must agree to 1e-5, for SlimPer and for the
+control, which has as many parameters and reads its history once for all candidates as well. Rounds alternate between
+the ways, so that a busy machine slows all of them; times are medians after a warm-up. FLOPs are those of matrix
+products; the control's biases for all pairs of events are look-ups and count in time alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from genrank_requests import CANDIDATES, FIXED, plot
+from torch import Tensor, nn
+
+from auto_research.layers.towers import forward_flops
+from auto_research.papers.ranking.slimper import HSTU, SlimPer, SlimPerConfig, control
+from auto_research.runtime.device import device_for, seed_everything
+from auto_research.runtime.records import write_json_atomic
+from auto_research.runtime.versions import environment
+from auto_research.tasks.click import miniature
+from auto_research.tasks.timing import median_seconds
+
+HISTORIES = (64, 128, 256, 512, 1024)
+"""Longer than GenRank's: this is where what is carried for every event tells."""
+
+
+def measure(width: int, history: int, candidates: int, rounds: int, device: torch.device) -> dict[str, Any]:
+    """Milliseconds and MFLOPs of each way at one size, and the largest difference between ways of one model."""
+    task = miniature(users=2, items=1400, events=1400, detailed=True, history_length=history)
+    seed_everything(0)
+    config = SlimPerConfig(width=width, history=history)
+    slimper, hstu = SlimPer(task, config).to(device).eval(), control(task, config)().to(device).eval()
+    event, items = task.test[-1:], torch.arange(candidates) % task.num_items
+    request, pack = task.pack(event, items, device)
+    plain = task.rows(event.repeat(candidates), device, candidate=items)
+    if int((request["history_item"] > 0).sum()) != history:
+        raise AssertionError("the request has padding")
+
+    def once(model: nn.Module) -> Callable[[], Tensor]:
+        return lambda: model.candidate_scores(model.request_side(request), pack)
+
+    ways: dict[str, Callable[[], Tensor]] = {
+        "slimper, user tokens for each candidate": lambda: slimper.scores(plain),
+        "slimper, user tokens once": once(slimper),
+        f"{HSTU}, history once": once(hstu),
+    }
+    with torch.inference_mode():
+        found = [way() for way in ways.values()]
+        few = {name: value[:4] for name, value in plain.items()}
+        gaps = [found[0] - found[1], hstu.scores(few) - found[2][:4]]
+        gap = max(float(difference.abs().max()) for difference in gaps)
+        if gap > 1e-5:
+            raise AssertionError(f"the ways differ by {gap}")
+        seconds = median_seconds(ways, device, rounds=rounds)
+    return {
+        "history": history,
+        "candidates": candidates,
+        "largest difference": gap,
+        "milliseconds": {name: round(1000 * value, 4) for name, value in seconds.items()},
+        "mflops": {name: round(forward_flops(way) / 1e6, 4) for name, way in ways.items()},
+    }
+
+
+def main() -> None:
+    """Measures, writes one JSON file and draws one plot."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--width", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks"))
+    parser.add_argument("--plot", type=Path, default=Path("docs/images"))
+    args = parser.parse_args()
+    device = device_for(args.device)
+    record = {
+        "paper": "slimper",
+        "width": args.width,
+        "device": str(device),
+        "threads": torch.get_num_threads(),
+        "rounds": args.rounds,
+        "environment": environment(),
+        "by candidates": [measure(args.width, FIXED, count, args.rounds, device) for count in CANDIDATES],
+        "by history": [measure(args.width, length, FIXED, args.rounds, device) for length in HISTORIES],
+    }
+    write_json_atomic(args.output / "slimper_requests.json", record)
+    plot(record, args.plot / "slimper-requests.svg")
+
+
+if __name__ == "__main__":
+    main()
