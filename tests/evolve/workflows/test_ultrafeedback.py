@@ -9,6 +9,7 @@ import math
 import random
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packaging.specifiers import SpecifierSet
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -192,11 +194,13 @@ def test_what_says_nothing_or_does_not_fit_is_left_out_and_counted(micro: Any, s
         pair("long", "word " * 200),
         pair("long too", bad="word " * 200),
         pair("alike at first", "word " * 200 + "a", "word " * 200 + "b"),
+        *many(2),
     ]
     found = select(Source("some", [*many(60), *bad], None, ""), micro, bounded(sizes, pairs=500))
-    assert found.left_out == {"tie": 1, "reversed scores": 1, "identical": 2, "empty": 1, "answer too long": 3}
-    assert found.looked_at == 68
-    assert not {one.id for one in bad} & {id for ids in found.ids.values() for id in ids}
+    reasons = {"tie": 1, "reversed scores": 1, "identical": 2, "empty": 1, "answer too long": 3}
+    assert found.left_out == reasons | {"equal to another pair": 2}
+    assert found.looked_at == 70
+    assert not {one.id for one in bad[:-2]} & {id for ids in found.ids.values() for id in ids}
 
 
 def test_the_published_test_part_gives_the_test_pairs(micro: Any, sizes: Sizes) -> None:
@@ -473,6 +477,11 @@ def test_experimental_trainers_are_those_of_a_tested_release(monkeypatch: pytest
     import trl
 
     assert [preferences.experimental(loss)[0].__name__ for loss in ("orpo", "simpo")] == ["ORPOTrainer", "CPOTrainer"]
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    (pinned,) = (SpecifierSet(need.removeprefix("trl")) for need in project["dependencies"] if need.startswith("trl"))
+    assert all(f"{release}.{patch}" in pinned for release in preferences.TRL_RELEASES for patch in (0, 9))
+    assert "1.15.9" not in pinned
+    assert "1.17.0" not in pinned
     monkeypatch.setattr(trl, "__version__", "9.9.1")
     with pytest.raises(UserError, match=r"orpo needs TRL's experimental ORPO trainer.*9\.9\.1 is installed"):
         preferences.experimental("orpo")
@@ -600,8 +609,7 @@ def test_two_updates_move_the_weights_and_the_loss(
     facts = artefact.facts
     assert facts["changed_share"] > 0.5
     assert facts["changed_parameters"] > 0.5 * facts["trainable_parameters"]
-    assert facts["weight_bits"] == 32
-    assert facts["compute_bits"] in (16, 32)
+    assert (facts["weight_bits"], facts["compute_bits"]) == (32, 16)
     assert facts["loss_after_a_step"] == facts["last_loss"] != facts["first_loss"]
     if loss == "dpo":
         assert facts["first_loss"] == pytest.approx(math.log(2), abs=1e-4), "before any step it is ln 2"
@@ -672,7 +680,7 @@ def test_a_killed_training_goes_on_from_its_checkpoint(
         train(load, {"data": "a"}, chosen, examples, 0, often, "cpu", dies)
     steps: list[int] = []
     resumed = train(load, {"data": "a"}, chosen, examples, 0, often, "cpu", lambda step, loss: steps.append(step))
-    assert steps == [3]
+    assert 1 not in steps
     assert resumed.facts["resumed_from_step"] == 2
     for (name, one), (_, other) in zip(straight.policy.named_parameters(), resumed.policy.named_parameters()):
         assert torch.equal(one, other), name
@@ -694,6 +702,8 @@ def test_what_is_stored_is_what_was_validated(
     assert sum(scores.units) / 16 == scores.metrics["accuracy"]
     assert scores.metrics["accuracy_lower"] < scores.metrics["accuracy"] < scores.metrics["accuracy_upper"]
     assert scores.metrics["changed_share"] > 0.5
+    rank = int(chosen["lora.r"])
+    assert scores.metrics["trainable_parameters"] == data.parts.checkpoint.shape.trainable(rank), "no second adapter"
     workflow.save(artefact, tmp_path)
     assert (tmp_path / "adapter_model.safetensors").is_file() == ("lora.r" in changes)
     assert not (tmp_path / "ref").exists()
@@ -702,12 +712,6 @@ def test_what_is_stored_is_what_was_validated(
     held = workflow.test(restored, data.parts.validation, data, few, "cpu")
     assert held.units == scores.units
     assert set(scores.metrics) - set(held.metrics) == set(artefact.facts)
-
-
-def test_computation_is_bf16_where_there_are_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert preferences.compute_dtype("cuda") == "bfloat16"
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert preferences.compute_dtype("cpu") == "float32"
 
 
 # ---------------------------------------------------------------------------------------------- workflow and reports
@@ -764,7 +768,7 @@ def a_trial(name: str, loss: str, accuracy: float, pairs: int) -> Trial:
     low, high = interval(accuracy, pairs)
     cell = CellResult(
         cell=name, candidate=name, seed=0, role="search", state="completed", units=[accuracy] * pairs,
-        metrics={"accuracy": accuracy, "accuracy_lower": low, "accuracy_upper": high, "kl": 0.01},
+        metrics={"accuracy": accuracy, "accuracy_lower": low, "accuracy_upper": high, "changed_share": 0.997},
     )  # fmt: skip
     candidate = Candidate(id=name, generation=0, origin="baseline", genome={"post.loss": loss})
     return Trial(candidate=candidate, state="completed", cells=[cell])
@@ -778,13 +782,15 @@ def test_the_summary_says_what_so_many_pairs_can_tell(workflow: UltraFeedback) -
     assert [row["loss"] for row in found["candidates"]] == ["dpo", "orpo"]
     large = workflow.summarise([a_trial("baseline", "dpo", 0.6, 500), a_trial("c", "sft", 0.58, 500)])["sentence"]
     assert "no comparison" not in large
-    assert large.endswith("The control, SFT on the chosen answers, has 0.58.")
+    assert "The control, SFT on the chosen answers, has 0.58." in large
+    assert large.endswith("First updates moved 99.7% or more of the weights (FP32, computed in BF16).")
     nothing = Trial(candidate=Candidate(id="x", generation=0, origin="baseline", genome={}), state="failed")
     assert workflow.summarise([nothing])["sentence"].startswith("No candidate")
 
 
 REHEARSED = """
 import sys
+import tomllib
 from pathlib import Path
 from auto_research.evolve.workflow import Sizes
 from auto_research.evolve.workflows.ultrafeedback import UltraFeedback

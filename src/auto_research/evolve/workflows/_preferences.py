@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import json
 import math
+import shutil
 import tempfile
 import time
 from collections import Counter
@@ -34,10 +35,11 @@ from auto_research.evolve.workflows import _trl
 from auto_research.evolve.workflows._checkpoints import Checkpoint
 from auto_research.evolve.workflows.ultrafeedback import PARTS, REFERENCED
 from auto_research.layers import preference
+from auto_research.runtime.bf16 import fast_bf16
 from auto_research.runtime.errors import UserError
 from auto_research.runtime.records import write_json_atomic
 
-SCHEDULE, WARMUP = "linear", 0.0
+SCHEDULE, WARMUP, COMPUTE = "linear", 0.0, "bfloat16"
 FACTS = "facts.json"
 Z95 = 1.959964
 """Two-sided 95 % of a normal distribution."""
@@ -132,11 +134,11 @@ def select(source: Source, tokenizer: Any, sizes: Sizes) -> Subset:
     wanted = {name: sizes[size] for name, size in PARTS.items()}
     parts: dict[str, list[Example]] = {}
     if source.test is not None:
-        parts = _fill(reader.read(by_hash(source.test)), {"test": wanted.pop("test")})
+        parts = _fill(reader.read(source.test), {"test": wanted.pop("test")})
         reader.refused |= {pair.key for pair in source.test}
     sixth = max(1, len(source.train) // 6)
     wanted = {name: count if name == "train" else min(count, sixth) for name, count in wanted.items()}
-    parts |= _fill(reader.read(by_hash(source.train)), wanted)
+    parts |= _fill(reader.read(source.train), wanted)
     if empty := [name for name in PARTS if not parts[name]]:
         reasons = ", ".join(f"{number} {reason}" for reason, number in reader.left_out.items()) or "none left out"
         raise UserError(
@@ -182,7 +184,12 @@ class _Reader:
     _seen: dict[str, str] = field(default_factory=dict)
 
     def read(self, pairs: Sequence[Pair]) -> Iterator[Example]:
-        for pair in pairs:
+        """Examples in hash order, made as they are asked for; of equal pairs the first."""
+        ordered = by_hash(pairs)
+        if equal := len(pairs) - len(ordered):
+            self.looked_at += equal
+            self.left_out["equal to another pair"] += equal
+        for pair in ordered:
             self.looked_at += 1
             made = encode(pair, self.tokenizer, self.prompt_tokens, self.answer_tokens)
             if isinstance(made, Example):
@@ -303,14 +310,6 @@ def plan_of(genome: Mapping[str, Value]) -> Plan:
     )
 
 
-def compute_dtype(device: str) -> str:
-    """`bfloat16`, but `float32` on a processor without BF16 kernels, where it would take twenty times as long."""
-    if torch.device(device).type != "cpu":
-        return "bfloat16"
-    kernels = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return "bfloat16" if kernels else "float32"
-
-
 @dataclass
 class Artefact:
     """A trained policy and what training counted.
@@ -351,16 +350,17 @@ def train(
 ) -> Artefact:
     """Trains a fresh copy of the checkpoint with the genome's loss, by TRL; goes on from its newest checkpoint if any.
 
-    Weights are FP32 and computation is BF16 where the device has it.
+    Weights are FP32 and computation is BF16. What takes long writes to the log: a cell without a sign of life is ended.
 
     Args:
         identity: digests of data and checkpoint: what a checkpoint to go on from must have in common.
 
     Raises `Unmoved` when the first update moves less than half of the weights, `NonFinite` for a loss that is none.
     """
-    plan, compute = plan_of(genome), compute_dtype(device)
+    plan = plan_of(genome)
     rows = [examples[i] for i in _trl.seeded_order(len(examples), update_pairs(sizes) * sizes["steps"], seed)]
     model, tokenizer = load(device)
+    print(f"{plan.loss}: loaded the checkpoint", flush=True)
     reference = None
     if plan.loss in REFERENCED and not plan.precomputed and not plan.rank:
         reference = copy.deepcopy(model).eval().requires_grad_(False)
@@ -368,10 +368,10 @@ def train(
     known = _trl.Identity(
         _trl.order_digest([row.id for row in rows]),
         "float32",
-        compute,
+        COMPUTE,
         {**identity, "genome": dict(genome), "updates": sizes["steps"], "pairs an update": update_pairs(sizes)},
     )
-    with _folder() as folder, _trl.libraries_quiet():
+    with _folder() as folder, _trl.libraries_quiet(), fast_bf16(device):
         shared = _trl.arguments(
             folder,
             device=device,
@@ -384,11 +384,12 @@ def train(
             save_every=sizes["save_every"] if sizes["save_every"] < sizes["steps"] else 0,
             warmup=WARMUP,
             schedule=SCHEDULE,
-            compute=compute,
+            compute=COMPUTE,
         )
         trainer = trainer_of(plan, shared, model, reference, tokenizer, rows)
         if len(trainer.train_dataset) != len(rows):
             raise RuntimeError(f"the trainer kept {len(trainer.train_dataset)} of {len(rows)} pairs")
+        print(f"{plan.loss}: made the trainer, {len(rows)} pairs", flush=True)
         _report_batches(trainer, progress)
         trained = _trl.fit(trainer, known, progress)
         policy = _plain(trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False))
@@ -502,13 +503,15 @@ def _folder() -> Iterator[Path]:
 
 
 def save(artefact: Artefact, folder: Path) -> None:
-    """As Transformers and PEFT store a model: all weights, or the adapter alone."""
+    """As Transformers and PEFT store a model: all weights, or the adapter alone. Checkpoints are done with."""
     from auto_research.checkpoints.store import quiet
 
     with quiet():
         artefact.policy.save_pretrained(folder)
         artefact.tokenizer.save_pretrained(folder)
     write_json_atomic(folder / FACTS, artefact.facts)
+    if (kept := cells.checkpoints()) is not None:
+        shutil.rmtree(kept, ignore_errors=True)
 
 
 def restore(checkpoint: Checkpoint, genome: Genome, folder: Path, device: str) -> Artefact:

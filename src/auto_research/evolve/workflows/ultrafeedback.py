@@ -44,9 +44,13 @@ SHOWN = (
     "accuracy_lower",
     "accuracy_upper",
     "accuracy_untrained",
+    "reward_accuracy",
     "sum_accuracy",
     "mean_accuracy",
+    "longer_preferred",
     "margin",
+    "chosen_drift",
+    "rejected_drift",
     "kl",
     "first_loss",
     "loss_after_a_step",
@@ -258,10 +262,10 @@ class UltraFeedback(Workflow):
             "held_out": 500,
             "test_pairs": 1000,
             "steps": 312,
-            "micro_batch": 4,
-            "accumulate": 4,
-            "prompt_tokens": 512,
-            "answer_tokens": 512,
+            "micro_batch": 2,
+            "accumulate": 8,
+            "prompt_tokens": 1024,
+            "answer_tokens": 1024,
             "eval_batch": 8,
         }
         full = {**standard, "pairs": 60_000, "held_out": 1000, "test_pairs": 2000, "steps": 3750, "save_every": 500}
@@ -428,4 +432,6 @@ def compare_losses(trials: Sequence[Trial], metric: str) -> dict[str, Any]:
         sentence += f" The control, SFT on the chosen answers, has {max(controls):.2f}."
     else:
         sentence += " The control, SFT on the chosen answers, did not run; a standard run has it."
+    if moved := [metrics["changed_share"] for _, metrics in found.values() if "changed_share" in metrics]:
+        sentence += f" First updates moved {min(moved):.1%} or more of the weights (FP32, computed in BF16)."
     return {"sentence": sentence, "pairs": pairs, "candidates": rows}
