@@ -28,6 +28,7 @@ from auto_research.evolve.board import (
     failures,
     headline,
     hygiene,
+    moved,
     outcome,
     pareto,
     race,
@@ -304,6 +305,17 @@ def test_a_lineage_that_goes_round_in_circles_ends() -> None:
     two = trial(candidate("b", 1, parents=["a"]), [0.1])
     assert plots.ancestors({"a": one, "b": two}, "a") == ["b", "a"]
     assert "b → a" in board_html(record(trials=[one, two], champion="a"))
+
+
+def test_what_an_operator_brought_is_shown_even_where_the_axis_began_to_count() -> None:
+    made = candidate(
+        "g1-3", 1, {"samples": 4}, origin="combination", parents=["baseline"],
+        axis_from={"samples": "operator:vote", "stop": "operator:early", "verifier": "sampler:planned"},
+    )  # fmt: skip
+    made.difference = {"samples": [1, 4], "stop": [None, 0.67], "verifier": [None, "vote"]}
+    assert moved(made) == {"samples": [1, 4], "stop": [None, 0.67]}
+    page = board_html(record(trials=[*improved().trials, trial(made, [0.1])]))
+    assert "and 1 setting that goes with it" in page
 
 
 # ------------------------------------------------------------------------------------------------------- Pareto

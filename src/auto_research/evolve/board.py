@@ -403,8 +403,14 @@ def effects(record: RunRecord) -> Effects:
 
 
 def moved(c: Candidate) -> dict[str, list[Any]]:
-    """The difference to the parent without the axes that only began or ceased to count with another change."""
-    return {a: v for a, v in c.difference.items() if v[0] is not None and v[-1] is not None} or c.difference
+    """The difference to the parent without the axes that only began or ceased to count with another change.
+
+    An axis that began to count with a value that an operator of a combination brought has moved.
+    """
+    brought = {axis for axis, giver in c.axis_from.items() if giver.startswith("operator:")}
+    return {
+        a: v for a, v in c.difference.items() if v[-1] is not None and (v[0] is not None or a in brought)
+    } or c.difference
 
 
 def change_text(c: Candidate) -> str:

@@ -10,8 +10,8 @@ Letters: R rows of one call to the model (a question's sample each), P tokens of
 from __future__ import annotations
 
 import hashlib
+import inspect
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -337,6 +337,7 @@ class LanguageModel:
         greedy = GenerationConfig(
             max_new_tokens=tokens, do_sample=False, eos_token_id=sorted(self.ends), pad_token_id=pad, use_cache=True
         )
+        store = "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
         began = time.perf_counter()
         with torch.no_grad():  # every prompt once, but for its last token, from which the first new one is drawn
             read = self.model(
@@ -345,17 +346,15 @@ class LanguageModel:
                 position_ids=(mask[first, :-1].cumsum(-1) - 1).clamp(min=0),
                 use_cache=True,
                 logits_to_keep=1,
-            ).past_key_values
+            )[store]
         read.batch_select_indices(place.to(self.device))
-        with warnings.catch_warnings():  # its name of before 5.24, which all releases up to 6 take
-            warnings.filterwarnings("ignore", message=".*past_key_values", category=FutureWarning)
-            out = self.model.generate(
-                input_ids=ids,
-                attention_mask=mask,
-                past_key_values=read,
-                generation_config=greedy,
-                logits_processor=[draw],
-            )[:, width:].tolist()
+        out = self.model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            generation_config=greedy,
+            logits_processor=[draw],
+            **{store: read},
+        )[:, width:].tolist()
         clock = [*draw.begun, time.perf_counter()]
         log_probability = torch.stack(draw.log_probabilities, dim=1).double().cpu()
         replies = []
@@ -496,7 +495,7 @@ def summarise(trials: Sequence[Trial], metric: str) -> dict[str, Any]:
     done = {t.candidate.id: (t, mean_metrics(t)) for t in trials if t.mean is not None}
     rows = []
     for id, (trial, found) in done.items():
-        row = {"candidate": id, "recipe": _recipe_text(trial.candidate.genome)}
+        row: dict[str, Any] = {"candidate": id, "recipe": _recipe_text(trial.candidate.genome)}
         row |= {name: found[name] for name in SHOWN if name in found}
         if "baseline" in done and id != "baseline":
             row |= _over_examples(trial, done["baseline"][0])

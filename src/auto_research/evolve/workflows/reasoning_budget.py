@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -287,15 +288,8 @@ class ReasoningBudget(Workflow):
         return {**start, "max_new_tokens": 24} if budget == "smoke" else start
 
     def smoke_plan(self) -> list[Genome]:
-        start = self.space.baseline()
-        return [
-            self.space.feasible({**start, **change})[0]
-            for change in (
-                {"samples": 2},
-                {"samples": 4},
-                {"samples": 4, "stop.threshold": 0.67},
-            )
-        ]
+        changes: tuple[Genome, ...] = ({"samples": 2}, {"samples": 4}, {"samples": 4, "stop.threshold": 0.67})
+        return [self.space.resolve({**self.space.baseline(), **change}) for change in changes]
 
     def limits(self, sizes: Sizes) -> dict[str, float]:
         return {
@@ -334,10 +328,11 @@ class ReasoningBudget(Workflow):
         asked = {name: [item.question for item in items] for name, items in parts.items()}
         reordered = disjoint({name: [item.key for item in items] for name, items in parts.items()})
         hygiene = disjoint(asked) | {f"{k} after reordering": v for k, v in reordered.items() if k.endswith("share")}
-        validation, usual = Problems.of(parts["validation"]), {}
-        for source in validation.sources:
-            answers = [item.answer for item in parts["train"] if item.source == source]
-            usual[source] = max(sorted(set(answers)), key=answers.count) if source not in usual else usual[source]
+        validation = Problems.of(parts["validation"])
+        usual: dict[str, str] = {}
+        for source in dict.fromkeys(validation.sources):
+            answers = Counter(item.answer for item in parts["train"] if item.source == source)
+            usual[source] = max(sorted(answers), key=answers.__getitem__)
         return Data(
             Parts(checkpoint, validation, usual),
             {"problems": digest(vars(validation), usual), **checkpoint.digests},
@@ -362,13 +357,15 @@ class ReasoningBudget(Workflow):
     # ------------------------------------------------------------------------------------------------------ running
 
     def _language_model(self, checkpoint: Checkpoint, batch: int, device: str) -> LanguageModel:
-        """The checkpoint in FP32, loaded once by this object."""
-        from auto_research.evolve.workflows._reasoning import LanguageModel
+        """The checkpoint in FP32, loaded once by this object and warmed up: a first call takes longer than others."""
+        from auto_research.evolve.workflows._reasoning import LanguageModel, chat_prompt
 
         known = (str(checkpoint.resolved.path), device, batch)
         if known not in self._models:
             model, tokenizer = checkpoint.load(device)
-            self._models[known] = LanguageModel(model.requires_grad_(False), tokenizer, device, batch)
+            made = LanguageModel(model.requires_grad_(False), tokenizer, device, batch)
+            made.complete([chat_prompt(tokenizer, "What is 1 plus 1?", "direct")], None, tokens=2, temperature=0.0)
+            self._models[known] = made
         return self._models[known]
 
     def _solver(self, genome: Genome, data: Data, seed: int, sizes: Sizes, device: str) -> Solver:
