@@ -22,6 +22,13 @@ def echo(payload: Payload) -> Payload:
     return {"payload": payload}
 
 
+def temporary(payload: Payload) -> Payload:
+    """Where temporary files go."""
+    import tempfile
+
+    return {"folder": tempfile.gettempdir()}
+
+
 def surroundings(payload: Payload) -> Payload:
     """What the process finds: modules, CUDA, session, environment, folder, threads."""
     import torch

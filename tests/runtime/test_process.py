@@ -81,6 +81,19 @@ def test_modules_are_loaded_before_the_job_starts(make_job: MakeJob) -> None:
     assert server.num_threads() == 1
 
 
+def test_temporary_files_go_where_each_job_says(
+    make_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the server, which began with the first job's environment, has looked that place up."""
+    (tmp_path / "looks_up_where_to_write.py").write_text("import tempfile; tempfile.gettempdir()")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("first", "second"):
+        (folder := tmp_path / name).mkdir()
+        job = make_job("temporary", preload=("looks_up_where_to_write",), environment={"TMPDIR": str(folder)})
+        outcome = run_isolated(job)
+        assert outcome.result == {"folder": str(folder)}, outcome.log_tail
+
+
 def test_a_misspelt_preload_is_an_error(make_job: MakeJob) -> None:
     outcome = run_isolated(make_job("echo", preload=("json", "torhc")))
     assert outcome.state == "start_failed"

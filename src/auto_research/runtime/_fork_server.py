@@ -23,6 +23,7 @@ import signal
 import socket
 import stat
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -480,6 +481,7 @@ def _enter(job: Job, request: dict[str, Any]) -> None:
     """Environment, folder, modules, threads, limits and randomness of the caller and the job."""
     os.environ.clear()
     os.environ.update(request["environment"])
+    tempfile.tempdir = None  # a module of the preload may have looked it up in the server's environment
     sys.path[:] = request["path"]
     sys.argv[:] = [job.target]
     importlib.invalidate_caches()
