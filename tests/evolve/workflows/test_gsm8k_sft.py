@@ -13,7 +13,7 @@ from auto_research.data.reasoning import Problem
 from auto_research.evolve.cells import CHECKPOINTS
 from auto_research.evolve.genome import effects
 from auto_research.evolve.records import Candidate, CellResult, Trial
-from auto_research.evolve.space import CONTROL
+from auto_research.evolve.space import CONTROL, Infeasible
 from auto_research.evolve.workflow import NonFinite, SealedTest, Sizes
 from auto_research.evolve.workflows import _gsm8k_sft as tuning
 from auto_research.evolve.workflows import _trl, gsm8k_sft
@@ -82,7 +82,12 @@ def test_filters_and_overlong_rows_are_counted(data):
     assert tuning.chosen(rows, "all", 9, 10) == ([rows[0], rows[2], rows[3], rows[5]], 2)
     assert tuning.chosen(rows, "all", 2, 10) == ([rows[0], rows[2]], 1)
     assert tuning.chosen(rows, "short", 9, 10) == ([rows[0], rows[5]], 1)
-    assert tuning.chosen(rows, "hard", 9, 10) == ([rows[3]], 1)
+    assert tuning.chosen(rows, "hard", 9, 10) == ([rows[2], rows[3]], 1)
+
+
+def test_a_filter_that_leaves_no_row_is_infeasible(workflow, data):
+    with pytest.raises(Infeasible, match="no training row that is hard has at most 20 tokens"):
+        workflow.cost(genome(data_filter="hard"), Sizes("smoke", SIZES.values | {"longest": 20}), data)
 
 
 def test_validation_is_the_last_part_of_the_training_rows(workflow, data, tmp_path):
@@ -193,7 +198,7 @@ def test_a_killed_cell_goes_on_where_it_was(workflow, data, sessions, tmp_path, 
     assert [p.name for p in (tmp_path / "checkpoints").iterdir() if p.is_dir()] == ["checkpoint-1"]
     steps = []
     artefact = workflow.train(genome(), data, 0, once, "cpu", lambda step, loss: steps.append(step))
-    assert steps == [2]
+    assert steps == [1, 2], "where it stands, then the step that was missing"
     assert artefact.facts["resumed_from_step"] == artefact.facts["steps_after_resume"] == 1
     assert artefact.facts["first_train_loss"] == sessions[4].losses[1]
     assert _trl.equal_tensors(dict(artefact.model.named_parameters()), sessions[5]) == 38

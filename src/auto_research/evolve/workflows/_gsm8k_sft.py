@@ -30,7 +30,7 @@ from auto_research.tasks.answers import parse_answer
 EVALUATION_BATCH = 8
 SCHEDULE, WARMUP, COMPUTE = "linear", 0.0, "bfloat16"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-FILTERS = {"all": (0, 99), "short": (0, 2), "hard": (4, 99)}
+FILTERS = {"all": (0, 99), "short": (0, 2), "hard": (3, 99)}
 """Value of `data.filter` -> fewest and most calculations of a solution."""
 
 
@@ -175,8 +175,8 @@ class Training:
             },
         )
 
-    def trainer(self, folder: Path) -> tuple[Any, Any]:
-        """(TRL's trainer with a model as loaded, tokenizer); checkpoints go to `folder`."""
+    def trainer(self, folder: Path, *, keep: bool = True) -> tuple[Any, Any]:
+        """(TRL's trainer with a model as loaded, tokenizer); checkpoints go to `folder`, where any are to be kept."""
         from trl import SFTConfig, SFTTrainer
 
         plan, sizes = self.plan, self.sizes
@@ -195,7 +195,7 @@ class Training:
                         accumulate=sizes["accumulate"],
                         learning_rate=plan.learning_rate,
                         max_length=plan.longest,
-                        save_every=plan.stop,
+                        save_every=plan.stop if keep else 0,
                         warmup=WARMUP,
                         schedule=SCHEDULE,
                         compute=COMPUTE,
@@ -210,12 +210,14 @@ class Training:
             raise RuntimeError(f"the trainer kept {len(made.train_dataset)} of {len(self.rows)} rows")
         return made, tokenizer
 
-    def session(self, folder: Path, progress: Progress, *, stop_at: int = 0) -> tuple[Trained, Any, Any]:
+    def session(
+        self, folder: Path, progress: Progress, *, stop_at: int = 0, keep: bool = True
+    ) -> tuple[Trained, Any, Any]:
         """Trains in `folder` from its newest checkpoint, to the end or to `stop_at`: (what happened, model, tokenizer).
 
         The model and the trainer are new, so nothing but the checkpoint connects two sessions.
         """
-        trainer, tokenizer = self.trainer(folder)
+        trainer, tokenizer = self.trainer(folder, keep=keep)
         least = _trl.LEAST_MOVED if self.plan.weights == "fp32" else 0.0
         trained = _trl.fit(trainer, self.identity, progress, stop_at=stop_at, least_moved=least)
         return trained, trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False).eval(), tokenizer
@@ -254,7 +256,7 @@ def train(
         if interrupt and plan.stop and _trl.newest_checkpoint(folder) is None:
             training.session(folder, progress, stop_at=plan.stop)
             _free()
-        trained, model, tokenizer = training.session(folder, progress)
+        trained, model, tokenizer = training.session(folder, progress, keep=interrupt)
     facts = {
         "resumed_from_step": float(trained.resumed_from),
         "steps_after_resume": float(len(trained.losses)),
@@ -277,7 +279,7 @@ def _verify(training: Training, model: Any, trained: Trained, progress: Progress
     resumed = {name: tensor.detach().to("cpu", copy=True) for name, tensor in _tensors(model).items()}
     _free()
     with tempfile.TemporaryDirectory() as elsewhere:
-        straight, other, _ = training.session(Path(elsewhere), progress)
+        straight, other, _ = training.session(Path(elsewhere), progress, keep=False)
     equal, total = _trl.equal_tensors(resumed, _tensors(other)), len(resumed)
     last = training.plan.steps
     if device == "cpu" and (equal < total or straight.losses[last] != trained.history[last]):

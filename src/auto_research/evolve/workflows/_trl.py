@@ -288,8 +288,10 @@ class Watch(TrainerCallback):
         return self.earlier | self.losses
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Keeps the weights of the start, on the host."""
+        """Keeps the weights of the start, on the host; tells where a resumed training stands."""
         self.resumed_from = int(state.global_step)
+        if self.resumed_from in self.earlier:  # loading took its time
+            self.progress(self.resumed_from, self.earlier[self.resumed_from])
         if self.moved is None:
             self._before = {
                 name: weight.detach().to("cpu", copy=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from auto_research.data.reasoning import HELD_OUT, with_validation
-from auto_research.evolve.space import CONTROL, Axis, Genome, Space
+from auto_research.evolve.space import CONTROL, Axis, Genome, Infeasible, Space
 from auto_research.evolve.workflow import (
     Cost,
     Data,
@@ -110,7 +110,7 @@ class Gsm8kTuning(Workflow):
                 values=("all", "short", "hard"),
                 stage="data",
                 changes="data",
-                source="at most 2, or at least 4 calculations in the solution",
+                source="at most 2, or at least 3 calculations in the solution; 64 % of the problems have 3 or more",
                 group="data",
             ),
             Axis(
@@ -163,11 +163,11 @@ class Gsm8kTuning(Workflow):
             "steps": 2,
             "micro_batch": 2,
             "accumulate": 1,
-            "longest": 160,
+            "longest": 144,
             "validation": 16,
-            "test": 16,
+            "test": 8,
             "generated": 4,
-            "new_tokens": 32,
+            "new_tokens": 24,
             "verify": 1,
             MICRO: 0,
         }
@@ -236,12 +236,18 @@ class Gsm8kTuning(Workflow):
         return chosen(rows, "all", sizes["test"], sizes["longest"])[0]
 
     def _rows(self, genome: Genome, data: Data, sizes: Sizes) -> tuple[list[Row], int]:
-        """The training rows of a genome, and how many were passed over because they are too long."""
+        """The training rows of a genome, and how many were passed over because they are too long.
+
+        Raises `Infeasible` when the filter and the length leave none.
+        """
         from auto_research.evolve.workflows._gsm8k_sft import chosen
 
         kept, dropped = chosen(data.parts.rows["train"], str(genome["data.filter"]), sizes["rows"], sizes["longest"])
         if not kept:
-            raise UserError(f"no training row has at most {sizes['longest']} tokens; raise --size longest=...")
+            raise Infeasible(
+                f"no training row that is {genome['data.filter']} has at most {sizes['longest']} tokens; raise "
+                "--size longest=..."
+            )
         return kept, dropped
 
     # -------------------------------------------------------------------------------------------------- training
