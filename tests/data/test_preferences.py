@@ -216,7 +216,7 @@ def test_own_pairs_are_right_and_length_decides_nothing():
     longer = [len(one.chosen) > len(one.rejected) for one in pairs]
     assert sum(longer) == 72
     for one in pairs:
-        words = one.prompt[0].content.rstrip("?").split()
+        words = one.prompt[-1].content.rstrip("?").split()
         if "plus" in words:
             right, wrong = (int(text.split(" is ")[1].split(".")[0]) for text in (one.chosen, one.rejected))
             assert right == int(words[2]) + int(words[4]) != wrong

@@ -252,6 +252,8 @@ _COLOURS = (
     "a pumpkin orange, a walnut brown, an emerald green, salt white, tar black, a canary yellow, a sapphire blue, "
     "a strawberry red, an apricot orange, a chestnut brown"
 )
+SYSTEM = Message("system", "You are helpful.")
+"""Of our own pairs: shorter than what chat templates put in the place of none."""
 
 
 def own_pairs() -> list[Pair]:
@@ -265,7 +267,7 @@ def own_pairs() -> list[Pair]:
         """Of every two pairs, one pads the right answer and one the wrong answer with the same idle sentence."""
         padding = " I hope that this is what you wanted to know."
         longer = len(made) % 2
-        made.append(Pair((Message("user", question),), right + padding * (1 - longer), wrong + padding * longer))
+        made.append(Pair((SYSTEM, Message("user", question)), right + padding * (1 - longer), wrong + padding * longer))
 
     for (word, opposite), (_, other) in _turned(_OPPOSITES):
         add(f"What is the opposite of '{word}'?", f"The opposite is {opposite}.", f"The opposite is {other}.")
