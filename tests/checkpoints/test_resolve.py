@@ -447,7 +447,7 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
 def test_the_wrong_kind_of_checkpoint_is_named(micro_encoder: Resolved, micro_lm: Resolved) -> None:
     with pytest.raises(UserError, match=r"BertModel, not a causal language model; choose .*micro-lm"):
         load_causal_lm(micro_encoder, "cpu")
-    with pytest.raises(UserError, match="micro-lm takes no images; choose micro-vlm"):
+    with pytest.raises(UserError, match="micro-lm takes no images; choose smolvlm2-256m or micro-vlm"):
         load_vision_language(micro_lm, "cpu")
 
 

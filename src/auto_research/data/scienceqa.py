@@ -4,8 +4,8 @@ Read is the official format: `problems.json` (id -> problem), `pid_splits.json` 
 `<split>/<id>/image.png`, beside the two files or in their folder `images`. A problem also has a lecture and a solution;
 both give the answer away, so nothing here carries them any further.
 
-Where ScienceQA is not at hand, visual shapes asked in the same form stand in (`shape_questions`): a part of them shows a
-picture, the others say in their hint what a picture showed.
+Where ScienceQA is not at hand, visual shapes asked in the same form stand in (`shape_questions`): two thirds of them
+show a picture, the others say in their hint what a picture showed.
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ def _question(path: Path, id: str, problem: Any, root: Path, part: str | None) -
             raise refuse(f"its picture {image!r} of split {split!r} is not in <split>/<id>/")
         picture = root / split / id / image
     kept = {name: str(problem.get(name) or "") for name in ("subject", "topic", "grade")}
-    return Question(id, text.strip(), tuple(choice.strip() for choice in choices), answer, hint.strip(), picture, **kept)
+    named = tuple(choice.strip() for choice in choices)
+    return Question(id, text.strip(), named, answer, hint.strip(), picture, **kept)
 
 
 def require_pictures(questions: Iterable[Question]) -> None:
@@ -248,8 +249,9 @@ _SEED = 20_250_102
 def shape_questions(part: shapes.Part, count: int) -> list[Question]:
     """`count` questions about visual shapes, one a picture; two thirds show it, the others describe it in the hint.
 
-    Colour, shape and place are asked about equally often. Parts share no picture layout, and no number of the pictures
-    that are only described. Deterministic.
+    Colour, shape and place are asked about equally often, with their choices always in the same order: who knows the
+    letters need not read the choices, which only another order of them brings to light. Parts share no picture layout,
+    and no number of the pictures that are only described. Deterministic.
     """
     scenes = shapes.scenes(part, count)
     parts = get_args(shapes.Part)
@@ -258,15 +260,14 @@ def shape_questions(part: shapes.Part, count: int) -> list[Question]:
     made = []
     for number, (attributes, kind) in enumerate(zip(scenes.attributes.tolist(), kinds.tolist(), strict=True)):
         topic, described = kind % 3, kind < 3
-        placed = random.permutation(len(NAMED[topic])).tolist()
         colour, shape, place = (NAMED[i][value] for i, value in enumerate(attributes))
         hint = f"Picture {len(parts) * number + parts.index(part)} shows a {colour} {shape} at the {place}."
         made.append(
             Question(
                 id=f"{part}-{number}",
                 text=ASKED[topic],
-                choices=tuple(NAMED[topic][index] for index in placed),
-                answer=placed.index(attributes[topic]),
+                choices=NAMED[topic],
+                answer=attributes[topic],
                 hint=hint if described else "",
                 image=None if described else _png(scenes.images[number]),
                 subject="visual shapes",

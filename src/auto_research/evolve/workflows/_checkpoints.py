@@ -49,8 +49,10 @@ class Checkpoint:
         """For `Data.stand_in`: empty when this is a copy of the checkpoint that the workflow is about."""
         if self.resolved.name == self.wanted:
             return ""
-        about = CATALOGUE[self.wanted].about.split(",")[0]
-        return f"{self.label}, built here from public text, stands in for {about}: `make checkpoints` brings it"
+        wanted = CATALOGUE[self.wanted]
+        about, source = wanted.about.split(",")[0], "public text" if wanted.kind == "causal_lm" else "generated pictures"
+        how = f"auto-research prepare {self.wanted}" if wanted.package is None else "make checkpoints"
+        return f"{self.label}, built here from {source}, stands in for {about}: `{how}` brings it"
 
     @property
     def served(self) -> dict[str, str]:
