@@ -95,7 +95,7 @@ TrialTimeout = Annotated[
 ]
 Stall = Annotated[
     float | None,
-    typer.Option("--stall-seconds", help="Longest time without progress of a cell.", show_default="120"),
+    typer.Option("--stall-seconds", help="Longest time without progress of a cell.", show_default="120, or more"),
 ]
 Executor = Annotated[Literal["local", "ray"] | None, typer.Option(help="Where cells run.", show_default="local")]
 Address = Annotated[str | None, typer.Option(help="Of the Ray cluster, such as auto or ray://host:10001.")]
@@ -431,6 +431,7 @@ def configure(given: dict[str, Any]) -> RunConfig:
         "delta_min": given["minimum_gain"],
         "confirm_z": given["confirm_z"],
         "trial_timeout_s": chosen.cell_seconds[given["budget"]],
+        "stall_s": chosen.stall_seconds,
         "where": {
             **_side_by_side(chosen, given, device),
             **_where(given),

@@ -163,7 +163,7 @@ class Workflow(ABC):
         schedule: axis groups of generation 2, 3, ... (generation 1 is the ablation of operators).
         rounds: generations and population of a budget, where they are not the usual ones.
         cell_seconds: hard limit of a cell by budget, several times what a slow processor needs; a cell that makes no
-            progress is ended long before.
+            progress is ended long before, after `stall_seconds`.
         side_by_side: as many cells at a time as there are cores, unless a user asks otherwise; False for models that
             fill a machine: one cell at a time, with all cores.
         language_model: cells use transformers, so their fork server imports it once.
@@ -191,6 +191,7 @@ class Workflow(ABC):
     operators: ClassVar[tuple[Operator, ...]] = ()
     evidence: ClassVar[tuple[Evidence, ...]] = ()
     cell_seconds: ClassVar[Mapping[Budget, float]] = {"smoke": 900, "standard": 3600, "full": 86_400}
+    stall_seconds: ClassVar[float] = 120
     side_by_side: ClassVar[bool] = True
     language_model: ClassVar[bool] = False
     preload: ClassVar[tuple[str, ...] | None] = None

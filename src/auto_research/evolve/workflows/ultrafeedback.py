@@ -77,6 +77,7 @@ class UltraFeedback(Workflow):
     dataset: ClassVar[str] = "ultrafeedback"
     metric: ClassVar[str] = "accuracy"
     level: ClassVar[Level] = "L1 small public"
+    stall_seconds: ClassVar[float] = 600  # a batch of a real checkpoint, on a processor that others use too
     side_by_side: ClassVar[bool] = False
     language_model: ClassVar[bool] = True
     space: ClassVar[Space] = Space(
