@@ -375,6 +375,11 @@ def test_cells_share_the_cores_unless_told_otherwise(monkeypatch: pytest.MonkeyP
     assert configure(params(*TOY, "--device", "cpu")).where == {"workers": 4}
     assert configure(params(*TOY, "--device", "cpu", "--cpu-threads", "3")).where == {"workers": 1, "cpu_threads": 3}
     assert configure(params(*TOY, "--device", "cpu", "--workers", "2")).where == {"workers": 2}
+    large = ("--workflow", "ultrafeedback", "--device", "cpu")
+    assert configure(params(*large)).where == {}, "a real checkpoint has all cores to itself"
+    assert configure(params(*large, "--workers", "2")).where == {"workers": 2}
+    assert configure(params(*large)).stall_s > configure(params(*TOY)).stall_s == 120
+    assert configure(params(*large, "--stall-seconds", "7")).stall_s == 7
     assert configure(params(*TOY, "--device", "cpu", "--executor", "ray")).where == {"executor": "ray"}
 
 
