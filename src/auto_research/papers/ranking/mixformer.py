@@ -229,7 +229,8 @@ class MixFormerBlock(nn.Module):
 
     def forward(self, x: Tensor, s: Tensor, valid: Tensor) -> Tensor:
         """Heads (B, N, D), sequence (B, T, N·D), valid (B, T) -> heads (B, N, D)."""
-        return self.fuse(self.read(self.mix(x), *self.reader(s), valid))
+        key, value = self.reader(s)
+        return self.fuse(self.read(self.mix(x), key, value, valid))
 
 
 # -- the model -----------------------------------------------------------------------------------------------------
@@ -393,8 +394,7 @@ class Stacked(nn.Module):
         self.target = nn.Linear(inputs, wide)
         self.networks = nn.ModuleList(SequenceNetwork(wide, sequence_hidden) for _ in range(blocks))
         self.readers = nn.ModuleList(
-            CrossAttentionBlock(wide, heads, wide, activation="swiglu", norm="rms")
-            for _ in range(blocks)
+            CrossAttentionBlock(wide, heads, wide, activation="swiglu", norm="rms") for _ in range(blocks)
         )
         trunk = dense_blocks(heads, width, mixer_hidden, blocks)
         if parallel:
@@ -652,7 +652,7 @@ def run(study: Study) -> Comparison:
         device=device,
         recipe=Recipe(
             batch_size=study.size("batch", smoke=16, standard=64),
-            validations=study.size("validations", smoke=1, standard=2),
+            validations=study.size("validations", smoke=1, standard=1),
         ),
         learning_rates=(3e-3,) if smoke else (1e-3, 3e-3),
     )
