@@ -13,6 +13,7 @@ caller's. The same machine and library versions give the same bytes.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -450,8 +451,7 @@ def _micro_scienceqa(folder: Path, text: str, recipe: Recipe) -> str:
     processor.image_processor.do_image_splitting = True
     processor.image_processor.size = {"longest_edge": max(VIEWS)}
     questions = shape_questions("train", TRAINED)
-    pictures = [picture(question) for question in questions]
-    seen = {edge: _crops(processor, pictures[:count], edge) for edge, (_, count) in VIEWS.items()}
+    seen = {edge: [n for n in range(count) if questions[n].image is not None] for edge, (_, count) in VIEWS.items()}
     described = [number for number, question in enumerate(questions) if question.image is None]
     sides = {edge: 0 if edge == CROP else edge // CROP for edge in VIEWS}
     shown = {
@@ -459,6 +459,12 @@ def _micro_scienceqa(folder: Path, text: str, recipe: Recipe) -> str:
     }
     styles = list(INSTRUCTIONS)
     frame = processor.apply_chat_template([{"role": "user", "content": "<text>"}], add_generation_prompt=True)
+
+    @functools.cache
+    def crops(number: int, edge: int) -> Tensor:
+        """(crops, 3, 64, 64) of a picture enlarged to ``edge`` pixels."""
+        made = processor.image_processor([[picture(questions[number])]], size={"longest_edge": edge})
+        return torch.as_tensor(made["pixel_values"][0])
 
     def some(of: list[int], count: int) -> list[int]:
         return [of[place] for place in torch.randint(len(of), (count,)).tolist()]
@@ -468,10 +474,10 @@ def _micro_scienceqa(folder: Path, text: str, recipe: Recipe) -> str:
         edge = CROP if bare else TURNS[step % len(TURNS)]
         rows = int(VIEWS[edge][0] * recipe.batch)
         prompts, answers, pixels = [], [], []
-        for number in some(described, rows // 4) + some(list(seen[edge]), rows - rows // 4):
+        for number in some(described, rows // 4) + some(seen[edge], rows - rows // 4):
             question, pick = questions[number], torch.randint(10**6, (2,)).tolist()
             asked = ask(question, styles[pick[0] % len(styles)], hint=pick[1] % 16 > 0)
-            pixels += [seen[edge][number]] if question.image is not None else []
+            pixels += [crops(number, edge)] if question.image is not None else []
             words = asked.text.partition("\nChoices:")[0] if bare else asked.text
             words = shown[edge] + words if question.image is not None else words
             prompts.append(frame.replace("<text>", words))
@@ -491,18 +497,6 @@ def _micro_scienceqa(folder: Path, text: str, recipe: Recipe) -> str:
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     return f"micro model, {recipe.steps} steps of questions about visual shapes, last loss {final:.3f} nats"
-
-
-def _crops(processor: Any, pictures: list[Any], edge: int) -> dict[int, Tensor]:
-    """Position of each picture -> its crops (crops, 3, 64, 64) when its longest edge has ``edge`` pixels."""
-    import torch
-
-    found = {}
-    for number, picture in enumerate(pictures):
-        if picture is not None:
-            made = processor.image_processor([[picture]], size={"longest_edge": edge}, return_tensors="pt")
-            found[number] = torch.as_tensor(made["pixel_values"][0])
-    return found
 
 
 def _padded(prompts: list[list[int]], answers: list[list[int]], pad: int) -> dict[str, Tensor]:

@@ -203,7 +203,7 @@ class Asked:
     choices: tuple[str, ...]
 
 
-INSTRUCTIONS: dict[str, str] = {
+INSTRUCTIONS: dict[Style, str] = {
     "direct": "Answer with the letter.",
     "context-first": "Answer with the letter.",
     "elimination": "Rule out the wrong choices, then answer with the letter.",

@@ -608,9 +608,9 @@ def test_the_summary_says_what_order_and_crops_change(science: ScienceQA) -> Non
 
     found = science.summarise([a_trial("baseline", 68, 0.9), a_trial("g2-1", 4, 0.8)])
     assert found["sentence"] == (
-        "baseline names a choice in 100% of its answers and takes the same one in 75% when their order is reversed; "
-        "68 visual tokens a picture (baseline) give accuracy 0.900 with pictures, "
-        "4 visual tokens a picture (g2-1) give accuracy 0.800 with pictures."
+        "Of baseline's answers 100% name a choice, and 75% the same one when the order of the choices is reversed. "
+        "A picture is 68 visual tokens in baseline (accuracy with pictures 0.900) "
+        "and 4 visual tokens in g2-1 (accuracy with pictures 0.800)."
     )
     assert [row["candidate"] for row in found["candidates"]] == ["baseline", "g2-1"]
     assert science.summarise([]) == {}

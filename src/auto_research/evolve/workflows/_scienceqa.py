@@ -71,7 +71,9 @@ def parse(said: str, choices: Sequence[str]) -> int | None:
     if same:
         return same[0] if len(same) == 1 else None
     said = _masked(said, texts)
-    letters, named, final = [], [], []
+    letters: list[int | None] = []
+    named: list[int | None] = []
+    final: list[int | None] = []
     for found in _LABEL.finditer(said):
         before, after = said[: found.start()], said[found.end() :]
         if _REFUSED.search(before) or _DENIED.match(after) or not _SET_OFF.search(before):

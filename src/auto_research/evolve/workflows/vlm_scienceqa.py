@@ -436,14 +436,14 @@ class ScienceQA(Workflow):
             for id, (_, m) in found.items()
         ]
         first, (_, metrics) = next(iter(found.items()))
-        said = f"{first} names a choice in {metrics['parse_rate']:.0%} of its answers"
+        said = f"Of {first}'s answers {metrics['parse_rate']:.0%} name a choice"
         if "order_agreement" in metrics:
-            said += f" and takes the same one in {metrics['order_agreement']:.0%} when their order is reversed"
+            said += f", and {metrics['order_agreement']:.0%} the same one when the order of the choices is reversed"
         least, most = (pick(found.items(), key=lambda item: item[1][1]["visual_tokens"]) for pick in (min, max))
         if most[1][1]["visual_tokens"] > least[1][1]["visual_tokens"]:
-            said += "; " + ", ".join(
-                f"{m['visual_tokens']:.0f} visual tokens a picture ({id}) give "
-                f"accuracy {m.get('accuracy_with_picture', m['accuracy']):.3f} with pictures"
+            said += ". A picture is " + " and ".join(
+                f"{m['visual_tokens']:.0f} visual tokens in {id} (accuracy with pictures "
+                f"{m.get('accuracy_with_picture', m['accuracy']):.3f})"
                 for id, (_, m) in (most, least)
             )
         return {"sentence": f"{said}.", "candidates": rows}
