@@ -652,7 +652,7 @@ def run(study: Study) -> Comparison:
         device=device,
         recipe=Recipe(
             batch_size=study.size("batch", smoke=16, standard=64),
-            validations=study.size("validations", smoke=1, standard=1),
+            validations=study.size("validations", smoke=1, standard=2),
         ),
         learning_rates=(3e-3,) if smoke else (1e-3, 3e-3),
     )
