@@ -654,7 +654,7 @@ def run(study: Study) -> Comparison:
             batch_size=study.size("batch", smoke=16, standard=64),
             validations=study.size("validations", smoke=1, standard=2),
         ),
-        learning_rates=(3e-3,) if smoke else (1e-3, 3e-3),
+        learning_rates=(3e-3,) if smoke else (3e-3, 1e-2),
     )
     # Of the trained models, on test, in the worst seed.
     invariance = max(trial.test.diagnostics[INVARIANCE] for trial in comparison.trials[DECOUPLED])
