@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
-from auto_research.tasks.request_cost import priced, scoring_cost
+from auto_research.tasks.click import miniature
+from auto_research.tasks.request_cost import SplitCost, one_request, priced, scoring_cost, split_cost
 
 
 class OneLayer(nn.Module):
@@ -44,3 +46,34 @@ def test_a_priced_model_is_the_same_model_ready_to_train_and_tells_its_flops():
     assert torch.equal(plain.layer.weight, model.layer.weight)
     assert model.training
     assert model.logged == {"kept": 1.0, "flops": 10.0}
+
+
+class Halves(nn.Module):
+    """7 columns of a request mapped to 3 once; for each candidate, 3 mapped to 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.request, self.candidate = nn.Linear(7, 3), nn.Linear(3, 1)
+
+    def request_side(self, batch):
+        return self.request(torch.ones(len(batch["user"]), 7))
+
+    def candidate_scores(self, side, batch):
+        rows = side.repeat_interleave(len(batch["item"]) // len(side), dim=0)
+        return self.candidate(rows).squeeze(-1)
+
+
+@pytest.mark.parametrize("candidates", [1, 5])
+def test_cost_is_split_where_the_work_is_done(candidates):
+    cost = split_cost(Halves, miniature(detailed=True), candidates)
+    assert cost == SplitCost(request=2 * 7 * 3, candidate=2 * 3)
+    assert cost.amortised(1) == 2 * 7 * 3 + 2 * 3
+    assert cost.amortised(100) == pytest.approx(6.42)
+
+
+def test_the_request_is_the_one_with_the_longest_history_and_items_repeat():
+    task = miniature(detailed=True, history_length=30)
+    event, items = one_request(task, task.num_items + 2)
+    lengths = (task.rows(task.test, torch.device("cpu"))["history_item"] > 0).sum(1)
+    assert int((task.rows(event, torch.device("cpu"))["history_item"] > 0).sum()) == int(lengths.max())
+    assert items.tolist() == [*range(task.num_items), 0, 1]

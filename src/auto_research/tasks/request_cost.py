@@ -6,9 +6,10 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from auto_research.layers.towers import forward_flops, parameters_of
 from auto_research.tasks.base import Batch
@@ -31,6 +32,37 @@ def priced(build: Callable[[], nn.Module], sample: Batch) -> Callable[[], nn.Mod
         return model.train()
 
     return with_price
+
+
+def one_request(task: ClickTask, candidates: int) -> tuple[Tensor, Tensor]:
+    """The test event with the longest history (1,) and `candidates` items (C,); items repeat where they run out."""
+    begin, end = (task._tables["flat"][name][task.test] for name in ("begin", "end"))
+    return task.test[(end - begin).argmax()][None], torch.arange(candidates) % task.num_items
+
+
+@dataclass(frozen=True)
+class SplitCost:
+    """FLOPs of a request once, and of each of its candidates."""
+
+    request: int
+    candidate: float
+
+    def amortised(self, candidates: int) -> float:
+        """FLOPs of a candidate when its request has `candidates` of them."""
+        return self.candidate + self.request / candidates
+
+
+def split_cost(build: Callable[[], nn.Module], task: ClickTask, candidates: int = 8) -> SplitCost:
+    """Of a `RequestScorer`, counted where the work is done: in `request_side`, or in `candidate_scores`.
+
+    The random state stays as it was.
+    """
+    requests, packed = task.pack(*one_request(task, candidates), torch.device("cpu"))
+    with torch.random.fork_rng(devices=[]):
+        model = build().eval()
+    sides: list[Any] = []
+    shared = forward_flops(lambda: sides.append(model.request_side(requests)))
+    return SplitCost(shared, forward_flops(lambda: model.candidate_scores(sides[0], packed)) / candidates)
 
 
 @dataclass(frozen=True)
@@ -61,14 +93,12 @@ class RequestCost:
 def measure_requests(
     task: ClickTask, model: nn.Module, device: torch.device, *, candidates: int, rounds: int = 9
 ) -> RequestCost:
-    """Scores `candidates` items for the test event with the longest history, both ways.
+    """Scores the candidates of `one_request` both ways.
 
-    `model` is a `RequestScorer` in eval mode. Items repeat when there are fewer than `candidates`. Batches are made
-    before the clock starts; rounds alternate, so that a busy machine slows both; the first round warms up.
+    `model` is a `RequestScorer` in eval mode. Batches are made before the clock starts; rounds alternate, so that a
+    busy machine slows both; the first round warms up.
     """
-    begin, end = (task._tables["flat"][name][task.test] for name in ("begin", "end"))
-    event = task.test[(end - begin).argmax()][None]
-    items = torch.arange(candidates) % task.num_items
+    event, items = one_request(task, candidates)
     requests, packed = task.pack(event, items, device)
     plain = task.rows(event.repeat(candidates), device, candidate=items)
     ways: dict[str, Callable[[], torch.Tensor]] = {
