@@ -529,7 +529,7 @@ def test_an_untrained_policy_counts_one_half(
         scores = scores_of(artefact.plan, measure(artefact, examples, 3, "cpu"))
         assert scores.units == [0.5] * 4
         assert scores.metrics["accuracy"] == scores.metrics["accuracy_untrained"] == 0.5
-        assert scores.metrics["margin"] == scores.metrics["kl"] == scores.metrics["chosen_drift"] == 0
+        assert scores.metrics["margin"] == scores.metrics["kl_per_token"] == scores.metrics["chosen_drift"] == 0
         start = math.log(2) if loss == "dpo" else 25.0
         assert scores.metrics["held_out_loss"] == pytest.approx(start)
     for loss in ("orpo", "simpo", "sft"):
@@ -556,7 +556,7 @@ def test_each_method_is_asked_by_its_own_score(workflow: UltraFeedback) -> None:
     assert dpo.metrics["mean_accuracy"] == pytest.approx((1 + 0 + 0.5) / 3)
     assert dpo.metrics["chosen_drift"] == pytest.approx((2 + 1 + 0) / 3)
     assert dpo.metrics["rejected_drift"] == pytest.approx((0 + 3 + 0) / 3)
-    assert dpo.metrics["kl"] == pytest.approx(3 / 32)
+    assert dpo.metrics["kl_per_token"] == pytest.approx(3 / 32)
     assert dpo.metrics["longer_chosen"] == 0.5
     assert dpo.metrics["longer_preferred"] == pytest.approx((1 + 1 + 0.5) / 3)
     for loss in ("orpo", "simpo", "sft"):
@@ -621,7 +621,7 @@ def test_two_updates_move_the_weights_and_the_loss(
     assert torch.allclose(found.reference, torch.stack(sums(load("cpu")[0], examples), 1), rtol=1e-5)
     scores = scores_of(artefact.plan, found)
     assert scores.metrics["margin"] != 0
-    assert scores.metrics["kl"] > 0
+    assert scores.metrics["kl_per_token"] > 0
     assert all(map(math.isfinite, scores.metrics.values()))
 
 
@@ -750,8 +750,9 @@ def test_the_plan_and_its_operators(workflow: UltraFeedback) -> None:
     assert smoke["micro_batch"] * smoke["accumulate"] * smoke["steps"] == smoke["pairs"], "every pair once"
 
 
-@pytest.mark.parametrize("axis", ["post.loss", "reference.mode"])
-def test_values_of_the_main_axes_have_an_effect(axis: str, workflow: UltraFeedback, sizes: Sizes, data: Data) -> None:
+@pytest.mark.parametrize("axis", ["reference.mode"])
+def test_a_reference_that_is_held_has_an_effect(axis: str, workflow: UltraFeedback, sizes: Sizes, data: Data) -> None:
+    """What moves least; the other axes are in the slow test."""
     found = genomes.effects(workflow, sizes, data, [axis])
     assert len(found) == len(workflow.space[axis].values) - 1
     assert not [effect.text for effect in found if not effect.holds]
@@ -783,7 +784,7 @@ def test_the_summary_says_what_so_many_pairs_can_tell(workflow: UltraFeedback) -
     large = workflow.summarise([a_trial("baseline", "dpo", 0.6, 500), a_trial("c", "sft", 0.58, 500)])["sentence"]
     assert "no comparison" not in large
     assert "The control, SFT on the chosen answers, has 0.58." in large
-    assert large.endswith("First updates moved 99.7% or more of the weights (FP32, computed in BF16).")
+    assert large.endswith("The first update moved at the least 99.7% of the weights (FP32, computed in BF16).")
     nothing = Trial(candidate=Candidate(id="x", generation=0, origin="baseline", genome={}), state="failed")
     assert workflow.summarise([nothing])["sentence"].startswith("No candidate")
 

@@ -669,7 +669,7 @@ def scores_of(plan: Plan, found: Likelihoods) -> Scores:
         "reward_margin": float((found.ratio[:, 0] - found.ratio[:, 1]).mean()),
         "chosen_drift": float(drift[0]),
         "rejected_drift": float(drift[1]),
-        "kl": float(found.divergence.sum() / found.tokens.sum()),
+        "kl_per_token": float(found.divergence.sum() / found.tokens.sum()),
         "held_out_loss": float(held_out_loss(plan, found)),
         "longer_chosen": float(longer.mean()),
         "longer_preferred": float((units * longer + (1 - units) * (1 - longer)).mean()),

@@ -51,7 +51,7 @@ SHOWN = (
     "margin",
     "chosen_drift",
     "rejected_drift",
-    "kl",
+    "kl_per_token",
     "first_loss",
     "loss_after_a_step",
     "last_loss",
@@ -434,5 +434,6 @@ def compare_losses(trials: Sequence[Trial], metric: str) -> dict[str, Any]:
     else:
         sentence += " The control, SFT on the chosen answers, did not run; a standard run has it."
     if moved := [metrics["changed_share"] for _, metrics in found.values() if "changed_share" in metrics]:
-        sentence += f" First updates moved {min(moved):.1%} or more of the weights (FP32, computed in BF16)."
+        least = "" if len(moved) == 1 else "at the least "
+        sentence += f" The first update moved {least}{min(moved):.1%} of the weights (FP32, computed in BF16)."
     return {"sentence": sentence, "pairs": pairs, "candidates": rows}
