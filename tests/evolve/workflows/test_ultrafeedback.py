@@ -780,7 +780,8 @@ def test_the_summary_says_what_so_many_pairs_can_tell(workflow: UltraFeedback) -
     assert "dpo 0.38 [0.18, 0.61], orpo 0.62 [0.39, 0.82]" in found["sentence"]
     assert "With 16 pairs an accuracy is known to about ± 0.25, so this is no comparison." in found["sentence"]
     assert "did not run" in found["sentence"]
-    assert [row["loss"] for row in found["candidates"]] == ["dpo", "orpo"]
+    assert [row["loss"] for row in found["held-out pairs"]] == ["dpo", "orpo"]
+    assert [row["changed_share"] for row in found["training"]] == [0.997, 0.997]
     large = workflow.summarise([a_trial("baseline", "dpo", 0.6, 500), a_trial("c", "sft", 0.58, 500)])["sentence"]
     assert "no comparison" not in large
     assert "The control, SFT on the chosen answers, has 0.58." in large

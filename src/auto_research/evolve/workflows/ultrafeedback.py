@@ -40,23 +40,31 @@ PARTS = {"train": "pairs", "validation": "held_out", "test": "test_pairs"}
 """Part of the data -> the size that says how many pairs it has."""
 REFERENCED: tuple[Value, ...] = ("dpo", "ipo")
 """Losses with a frozen reference."""
-SHOWN = (
-    "accuracy_lower",
-    "accuracy_upper",
-    "accuracy_untrained",
-    "reward_accuracy",
-    "sum_accuracy",
-    "mean_accuracy",
-    "longer_preferred",
-    "margin",
-    "chosen_drift",
-    "rejected_drift",
-    "kl_per_token",
-    "first_loss",
-    "loss_after_a_step",
-    "last_loss",
-    "changed_share",
-)
+TABLES = {
+    "held-out pairs": (
+        "accuracy",
+        "accuracy_lower",
+        "accuracy_upper",
+        "accuracy_untrained",
+        "reward_accuracy",
+        "sum_accuracy",
+        "mean_accuracy",
+        "longer_preferred",
+        "longer_chosen",
+    ),
+    "training": (
+        "first_loss",
+        "loss_after_a_step",
+        "last_loss",
+        "held_out_loss",
+        "margin",
+        "chosen_drift",
+        "rejected_drift",
+        "kl_per_token",
+        "changed_share",
+    ),
+}
+"""What a summary shows of every candidate, by table."""
 
 
 @dataclass(frozen=True)
@@ -411,16 +419,19 @@ def compare_losses(trials: Sequence[Trial], metric: str) -> dict[str, Any]:
 
     found = {t.candidate.id: (t, mean_metrics(t)) for t in trials}
     found = {id: (trial, metrics) for id, (trial, metrics) in found.items() if metric in metrics}
-    rows = [
-        {"candidate": id, "loss": t.candidate.genome["post.loss"], metric: metrics[metric]}
-        | {name: metrics[name] for name in SHOWN if name in metrics}
-        for id, (t, metrics) in found.items()
-    ]
+    tables = {
+        title: [
+            {"candidate": id, "loss": t.candidate.genome["post.loss"]} | {n: metrics[n] for n in names if n in metrics}
+            for id, (t, metrics) in found.items()
+        ]
+        for title, names in TABLES.items()
+    }
     if not found:
-        return {"sentence": "No candidate was scored on held-out pairs.", "candidates": rows}
+        return {"sentence": "No candidate was scored on held-out pairs."}
     pairs = min(len(cell.units) for t, _ in found.values() for cell in t.cells if cell.units)
     said = [
-        f"{row['loss']} {row[metric]:.2f} [{row['accuracy_lower']:.2f}, {row['accuracy_upper']:.2f}]" for row in rows
+        f"{row['loss']} {row[metric]:.2f} [{row['accuracy_lower']:.2f}, {row['accuracy_upper']:.2f}]"
+        for row in tables["held-out pairs"]
     ]
     width = math.ceil(196 * math.sqrt(0.25 / pairs)) / 100  # at an accuracy of one half, where it is widest
     sentence = f"Held-out accuracy by each method's own score, with its 95 % interval: {', '.join(said)}. "
@@ -436,4 +447,4 @@ def compare_losses(trials: Sequence[Trial], metric: str) -> dict[str, Any]:
     if moved := [metrics["changed_share"] for _, metrics in found.values() if "changed_share" in metrics]:
         least = "" if len(moved) == 1 else "at the least "
         sentence += f" The first update moved {least}{min(moved):.1%} of the weights (FP32, computed in BF16)."
-    return {"sentence": sentence, "pairs": pairs, "candidates": rows}
+    return {"sentence": sentence, **tables}
