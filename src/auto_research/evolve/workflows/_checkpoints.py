@@ -50,7 +50,10 @@ class Checkpoint:
         if self.resolved.name == self.wanted:
             return ""
         wanted = CATALOGUE[self.wanted]
-        about, source = wanted.about.split(",")[0], "public text" if wanted.kind == "causal_lm" else "generated pictures"
+        about, source = (
+            wanted.about.split(",")[0],
+            "public text" if wanted.kind == "causal_lm" else "generated pictures",
+        )
         how = f"auto-research prepare {self.wanted}" if wanted.package is None else "make checkpoints"
         return f"{self.label}, built here from {source}, stands in for {about}: `{how}` brings it"
 
