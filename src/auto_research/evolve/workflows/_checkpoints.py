@@ -136,8 +136,10 @@ class LanguageShape:
         """Name -> shape of the matrices of rank `r` that LoRA adds to every linear layer; empty for 0."""
         if not r:
             return {}
-        down = {f"{name}.lora_A": (r, inputs) for name, (_, inputs) in self.linear.items()}
-        return down | {f"{name}.lora_B": (outputs, r) for name, (outputs, _) in self.linear.items()}
+        found: dict[str, tuple[int, ...]] = {}
+        for name, (outputs, inputs) in self.linear.items():
+            found |= {f"{name}.lora_A": (r, inputs), f"{name}.lora_B": (outputs, r)}
+        return found
 
     def trainable(self, r: int) -> int:
         """T: all parameters, or those of adapters of rank `r`."""
