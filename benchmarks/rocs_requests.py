@@ -2,7 +2,7 @@
 
     python benchmarks/rocs_requests.py [--device cpu] [--rounds 7] [--output docs/benchmarks] [--plot docs/images]
 
-The models of the standard run on Wukong, with the ratios that their budgets give at a history of 64. Weights and histories
+The models of the standard run on Wukong, with the ratios that their budgets give at a history of 64. Weights and events
 are random (costs do not depend on them). Both ways of a model must agree to 1e-5. A broadcast is one vectorised pass
 over as many requests as candidates, never a loop. Vanilla also stands with the keys and values of its history kept, the
 most that sharing can do for it. Rounds alternate between the ways, so that a busy machine slows all of them; times are

@@ -396,16 +396,16 @@ class Rocs(nn.Module):
 
 # -- what a request costs ------------------------------------------------------------------------------------------
 
-RATIO_STEPS = 16
-"""A ratio is a whole number of parts of one."""
+PARTS = 16
+"""A ratio is a whole number of these parts of one."""
 
 
-def ratio_for(cost: Callable[[float], float], target: float, *, within: bool = False) -> float:
+def ratio_for(cost: Callable[[float], float], target: float, *, within: bool = False, parts: int = PARTS) -> float:
     """The ratio whose cost is nearest to the target; `within` takes the largest that does not exceed it."""
-    step = matched_width(lambda k: round(cost(k / RATIO_STEPS)), round(target))
-    while within and step > 1 and cost(step / RATIO_STEPS) > target:
+    step = matched_width(lambda k: round(cost(k / parts)), round(target))
+    while within and step > 1 and cost(step / parts) > target:
         step -= 1
-    return step / RATIO_STEPS
+    return step / parts
 
 
 def one_way_breaches(model: Rocs, batch: Batch) -> list[str]:
@@ -451,7 +451,7 @@ def prices(task: RequestClicks) -> Price:
     return cache(lambda config: split_cost(lambda: Rocs(task, config), task))
 
 
-def fitted(price: Price, config: RocsConfig) -> dict[str, tuple[Kind, RocsConfig]]:
+def fitted(price: Price, config: RocsConfig, *, parts: int = PARTS) -> dict[str, tuple[Kind, RocsConfig]]:
     """The four models of a backbone, with the ratios that their budgets give them.
 
     Base and two towers cost what vanilla does for one candidate; scaled costs at most what vanilla does for each of
@@ -462,9 +462,9 @@ def fitted(price: Price, config: RocsConfig) -> dict[str, tuple[Kind, RocsConfig
         return price(replace(config, **changes)).amortised(candidates)  # type: ignore[arg-type]
 
     alone, many = (cost(n, interaction="joint") for n in (1, CANDIDATES))
-    base = ratio_for(lambda r: cost(1, ratio=r), alone)
-    towers = ratio_for(lambda r: cost(1, ratio=r, interaction="late"), alone)
-    scaled = ratio_for(lambda r: cost(CANDIDATES, ratio=r), many, within=True)
+    base = ratio_for(lambda r: cost(1, ratio=r), alone, parts=parts)
+    towers = ratio_for(lambda r: cost(1, ratio=r, interaction="late"), alone, parts=parts)
+    scaled = ratio_for(lambda r: cost(CANDIDATES, ratio=r), many, within=True, parts=parts)
     return {
         VANILLA: ("baseline", replace(config, interaction="joint")),
         TOWERS: ("control", replace(config, interaction="late", ratio=towers)),
@@ -580,11 +580,11 @@ def decision_rule(
     return clauses + [replace(c, text=f"reported: {c.text}") for c in further]
 
 
-def models_of(price: Price, config: RocsConfig) -> dict[str, tuple[Kind, RocsConfig]]:
+def models_of(price: Price, config: RocsConfig, *, parts: int = PARTS) -> dict[str, tuple[Kind, RocsConfig]]:
     """All arms: the four models on each backbone, and the ablations of base on the first."""
     arms: dict[str, tuple[Kind, RocsConfig]] = {}
     for backbone in BACKBONES:
-        found = fitted(price, replace(config, backbone=backbone))
+        found = fitted(price, replace(config, backbone=backbone), parts=parts)
         if backbone == BACKBONES[0]:
             found |= ablations(found[BASE][1])
         arms |= {named(arm, backbone): what for arm, what in found.items()}
@@ -613,7 +613,7 @@ def run(study: Study) -> Comparison:
     )
     with study.stage("budgets", trains=False):
         price = prices(task)
-        arms = models_of(price, config)
+        arms = models_of(price, config, parts=study.size("ratio parts", smoke=2, standard=PARTS))
         costs = {name: price(c) for name, (_, c) in arms.items()}
     with study.stage("sharing", trains=False):
         compared = [named(arm, backbone) for backbone in BACKBONES for arm in (VANILLA, BASE, SCALED)]
