@@ -769,7 +769,8 @@ def a_trial(name: str, loss: str, accuracy: float, pairs: int) -> Trial:
     low, high = interval(accuracy, pairs)
     cell = CellResult(
         cell=name, candidate=name, seed=0, role="search", state="completed", units=[accuracy] * pairs,
-        metrics={"accuracy": accuracy, "accuracy_lower": low, "accuracy_upper": high, "changed_share": 0.997},
+        metrics={"accuracy": accuracy, "accuracy_lower": low, "accuracy_upper": high, "changed_share": 0.997,
+                 "accuracy_untrained": 0.5},
     )  # fmt: skip
     candidate = Candidate(id=name, generation=0, origin="baseline", genome={"post.loss": loss})
     return Trial(candidate=candidate, state="completed", cells=[cell])
@@ -777,7 +778,7 @@ def a_trial(name: str, loss: str, accuracy: float, pairs: int) -> Trial:
 
 def test_the_summary_says_what_so_many_pairs_can_tell(workflow: UltraFeedback) -> None:
     found = workflow.summarise([a_trial("baseline", "dpo", 0.375, 16), a_trial("a", "orpo", 0.625, 16)])
-    assert "dpo 0.38 [0.18, 0.61], orpo 0.62 [0.39, 0.82]" in found["sentence"]
+    assert "dpo 0.38 [0.18, 0.61], untrained 0.50; orpo 0.62 [0.39, 0.82], untrained 0.50." in found["sentence"]
     assert "With 16 pairs an accuracy is known to about ± 0.25, so this is no comparison." in found["sentence"]
     assert "did not run" in found["sentence"]
     assert [row["loss"] for row in found["held-out pairs"]] == ["dpo", "orpo"]

@@ -430,11 +430,12 @@ def compare_losses(trials: Sequence[Trial], metric: str) -> dict[str, Any]:
         return {"sentence": "No candidate was scored on held-out pairs."}
     pairs = min(len(cell.units) for t, _ in found.values() for cell in t.cells if cell.units)
     said = [
-        f"{row['loss']} {row[metric]:.2f} [{row['accuracy_lower']:.2f}, {row['accuracy_upper']:.2f}]"
+        f"{row['loss']} {row[metric]:.2f} [{row['accuracy_lower']:.2f}, {row['accuracy_upper']:.2f}], "
+        f"untrained {row['accuracy_untrained']:.2f}"
         for row in tables["held-out pairs"]
     ]
     width = math.ceil(196 * math.sqrt(0.25 / pairs)) / 100  # at an accuracy of one half, where it is widest
-    sentence = f"Held-out accuracy by each method's own score, with its 95 % interval: {', '.join(said)}. "
+    sentence = f"Held-out accuracy by each method's own score, with its 95 % interval: {'; '.join(said)}. "
     if pairs < MINIMUM_EXAMPLES:
         sentence += f"With {pairs} pairs an accuracy is known to about ± {width:.2f}, so this is no comparison."
     else:
