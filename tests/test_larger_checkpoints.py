@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from auto_research.checkpoints.resolve import resolve
@@ -57,6 +58,9 @@ def run_until_saved(command: list[str], environment: dict[str, str], folder: Pat
             return said
         finally:
             if process.poll() is None:
+                workers = psutil.Process(process.pid).children(recursive=True)  # each leads a session of its own
+                for worker in workers:
+                    worker.kill()
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
