@@ -66,6 +66,7 @@ class Gsm8kTuning(Workflow):
     direction = "min"
     level: ClassVar[Level] = "L1 small public"
     language_model: ClassVar[bool] = True
+    stall_seconds: ClassVar[float] = 600  # a batch of a real checkpoint, on a processor that others use too
     schedule: ClassVar[tuple[tuple[str, ...], ...]] = (("data",), ("post-training",), ("structure", "data", "joint"))
     space: ClassVar[Space] = Space(
         (

@@ -132,6 +132,7 @@ class ReasoningBudget(Workflow):
     metric: ClassVar[str] = "accuracy"
     level: ClassVar[Level] = "L1 small public"
     language_model: ClassVar[bool] = True
+    stall_seconds: ClassVar[float] = 600  # a batch of a real checkpoint, on a processor that others use too
     settings: ClassVar[tuple[str, ...]] = (
         "input_price_cents",
         "output_price_cents",
