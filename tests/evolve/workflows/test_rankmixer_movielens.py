@@ -414,7 +414,7 @@ def test_the_smoke_plan_is_an_ablation_of_single_operators():
     start = WORKFLOW.space.baseline()
     parent = Candidate(id="baseline", generation=0, origin="baseline", genome=start)
     plan = WORKFLOW.smoke_plan()
-    assert [list(p) for p in plan] == [["seq.encoder"], ["mix.block", "mix.shared"]]
+    assert [list(p) for p in plan] == [["seq.encoder", "longer.queries"], ["mix.block", "mix.shared"]]
     for child in plan:
         found = provenance(WORKFLOW, WORKFLOW.space.resolve({**start, **child}), [parent], "planned")
         assert found["origin"] == "paper-operator"

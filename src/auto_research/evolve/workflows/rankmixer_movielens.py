@@ -196,7 +196,7 @@ class RankMixerMovieLens(Workflow):
         """
         everyone = 10**9
         values = {
-            "smoke": {"steps": 800, "users": 300, "slice_users": 60, "length": 64, "item_width": 16, "tokens": 4},
+            "smoke": {"steps": 800, "users": 200, "slice_users": 40, "length": 64, "item_width": 16, "tokens": 4},
             "standard": {
                 "steps": 4000,
                 "users": everyone,
@@ -224,8 +224,8 @@ class RankMixerMovieLens(Workflow):
         return self.space.resolve({"train.lr": 1e-2, "train.negatives": 15} if budget == "smoke" else {"mix.width": 64})
 
     def smoke_plan(self) -> list[Genome]:
-        """LONGER, and the shared network at the cost of the dense ones, a quarter of what equal parameters take."""
-        return [{"seq.encoder": "longer"}, {"mix.block": "shared-ffn", "mix.shared": "flops"}]
+        """LONGER with few queries, and the shared network at the cost of the dense ones, a quarter of what equal parameters take."""
+        return [{"seq.encoder": "longer", "longer.queries": 4}, {"mix.block": "shared-ffn", "mix.shared": "flops"}]
 
     # -- data
 
