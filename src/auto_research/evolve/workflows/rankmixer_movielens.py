@@ -224,7 +224,7 @@ class RankMixerMovieLens(Workflow):
         return self.space.resolve({"train.lr": 1e-2, "train.negatives": 15} if budget == "smoke" else {"mix.width": 64})
 
     def smoke_plan(self) -> list[Genome]:
-        """LONGER with few queries, and the shared network at the cost of the dense ones, a quarter of what equal parameters take."""
+        """LONGER with few queries; the shared network at the dense ones' cost, a quarter of equal parameters'."""
         return [{"seq.encoder": "longer", "longer.queries": 4}, {"mix.block": "shared-ffn", "mix.shared": "flops"}]
 
     # -- data
