@@ -545,7 +545,7 @@ def run(study: Study) -> Comparison:
     width = study.size("width", smoke=16, standard=16)
     length = study.size("history", smoke=20, standard=32)
     with study.stage("features", trains=False):
-        interactions = study.dataset().subset_users(study.size("users", smoke=100, standard=10_000), seed=0)
+        interactions = study.dataset().subset_users(study.size("users", smoke=60, standard=10_000), seed=0)
         task = ClickTask(
             interactions,
             history_length=length,

@@ -596,7 +596,7 @@ def run(study: Study) -> Comparison:
     device = device_for(study.device)
     smoke = study.budget == "smoke"
     with study.stage("requests", trains=False):
-        interactions = study.dataset().subset_users(study.size("users", smoke=60, standard=10_000), seed=0)
+        interactions = study.dataset().subset_users(study.size("users", smoke=40, standard=10_000), seed=0)
         task = RequestClicks(
             interactions,
             history_length=study.size("history", smoke=20, standard=32),
@@ -620,7 +620,7 @@ def run(study: Study) -> Comparison:
         models = {name: Rocs(task, arms[name][1]).to(device).eval() for name in compared}
         batch = task.shown(task.requests["test"][:4], device)
         breaches = {n: one_way_breaches(m, batch) for n, m in models.items() if m.config.interaction == "one-way"}
-        rounds = study.size("timings", smoke=3, standard=15)
+        rounds = study.size("timings", smoke=1, standard=15)
         serving = {
             n: measure_requests(task, m, device, candidates=CANDIDATES, rounds=rounds) for n, m in models.items()
         }

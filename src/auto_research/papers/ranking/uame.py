@@ -295,7 +295,7 @@ def run(study: Study) -> Comparison:
     """Stage 1 once, then all arms on the same requests."""
     device = device_for(study.device)
     with study.stage("requests", trains=False):
-        interactions = study.dataset().subset_users(study.size("users", smoke=120, standard=10_000), seed=0)
+        interactions = study.dataset().subset_users(study.size("users", smoke=60, standard=10_000), seed=0)
         task = EnsembleRanking(interactions, candidates=study.size("candidates", smoke=12, standard=20))
     with study.stage("stage 1"):
         task.train_priors(
