@@ -399,6 +399,45 @@ def test_when_nothing_completes_the_run_says_so(tmp_path: Path, monkeypatch: pyt
     assert len(record.trials) == 1
 
 
+def test_a_baseline_that_fails_ends_the_run_although_generation_1_began_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOY_FAULT", "nan")  # in a cell alone: planning goes well
+    monkeypatch.setenv("TOY_FAULT_WHERE", "model.bias=off")
+    record = run(small(population=2, generations=2, sizes={"pause_ms": 20}), tmp_path)
+    started = {
+        e["cell"].rpartition("-search")[0] for e in rebuild(tmp_path / "r").events if e["event"] == "cell_started"
+    }
+    assert "baseline" in started
+    assert started - {"baseline"}, "generation 1 ran beside it"
+    assert record.status == "nothing completed"
+    assert record.test is None
+    assert max(trial.candidate.generation for trial in record.trials) == 1
+    again = resume(tmp_path / "r")
+    assert (again.status, again.test) == ("nothing completed", None)
+
+
+def test_no_cell_is_started_once_the_baseline_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOY_FAULT", "nan")
+    monkeypatch.setenv("TOY_FAULT_WHERE", "model.bias=off")
+    record = run(small(population=2, generations=1, seeds=[0, 1, 2, 3, 4, 5]), tmp_path)
+    events = rebuild(tmp_path / "r").events
+    ends = [i for i, e in enumerate(events) if e["event"] == "cell_ended" and e["candidate"] == "baseline"]
+    assert len(ends) == 6
+    assert not any(e["event"] == "cell_started" for e in events[ends[-1] :])
+    queued = {cell["cell"] for e in events if e["event"] == "queued" for cell in e["cells"]}
+    assert {e["cell"] for e in events if e["event"] == "cell_started"} < queued
+    assert record.status == "nothing completed"
+
+
+def test_a_generation_that_cannot_be_planned_ahead_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOY_FAULT", "exception")  # in a probe as well
+    record = run(small(), tmp_path)
+    (told,) = [e for e in rebuild(tmp_path / "r").events if e["event"] == "plan_failed"]
+    assert "shapes do not match" in told["reason"]
+    assert record.status == "nothing completed"
+
+
 def test_a_plan_runs_nothing_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     preview = plan_only(small(population=3))

@@ -89,6 +89,8 @@ class LiveView:
             case "test_opened":
                 self.stage = "sealed test"
                 line = Text("the sealed test is opened, for the stored weights of baseline and champion")
+            case "plan_failed":
+                line = Text(f"generation 1 could not be planned ahead: {event['reason']}", style="yellow")
             case "storage_failed":
                 line = Text(f"the trial database was not brought up to date: {event['reason']}", style="yellow")
             case "waiting":

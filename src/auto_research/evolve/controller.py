@@ -414,9 +414,14 @@ class _Controller:
         names = {cell.id for cell in cells}
         if self.config.generations and len(self.slots.slots) > 1:
             seeds = self.seeds[:1] if self._screens(1) else self.seeds
-            # A model that cannot be built fails the planning too: then the baseline alone tells how.
-            with contextlib.suppress(UserError):
+            try:
                 cells = [*cells, *self._cells(self.plan(1).candidates, "search", seeds)]
+            except RunStopped:
+                raise
+            except UserError as error:
+                # A baseline that cannot be built fails the planning too, and its own cell tells how; what else
+                # stands in the way ends the run when generation 1 is planned in its turn.
+                self.log.append("plan_failed", plan="g1", reason=str(error))
 
         def failed() -> bool:
             ended = [self.results[name] for name in names if name in self.results]
@@ -446,7 +451,7 @@ class _Controller:
     def _conclude(self, champion: str) -> None:
         """What follows the last generation: confirmation, random search, the test, the summary."""
         trials = {trial.candidate.id: trial for trial in self.search()}
-        completed = any(_completed(trial) for trial in trials.values())
+        completed = _completed(trials["baseline"])  # without it nothing that ran beside it has a parent
         if completed and self.workflow.select:
             self._confirm(trials, champion)
             if self.config.random_search:
@@ -671,13 +676,14 @@ class _Controller:
     ) -> None:
         """Run the cells that have no result, as many at a time as there are slots and memory.
 
-        The largest start first, so that none runs on alone at the end. Once `until` holds nothing more is started.
+        The baseline starts first, since nothing goes on without it, then the largest, so that none runs on alone at
+        the end. Once `until` holds nothing more is started.
         """
         waiting = deque(cell for cell in cells if cell.id not in self.results)
         if not waiting or until():
             return
         if len(self.slots.slots) > 1:
-            waiting = deque(sorted(waiting, key=lambda cell: -_work(cell.candidate)))
+            waiting = deque(sorted(waiting, key=lambda c: (c.candidate.id != "baseline", -_work(c.candidate))))
         self.log.append(
             "queued",
             cells=[{"cell": c.id, "candidate": c.candidate.id, "seed": c.seed, "role": c.role} for c in waiting],

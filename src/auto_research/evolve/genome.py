@@ -288,7 +288,7 @@ def _idle(
         kept = {name: parent[name] for name in operator.sets if name in parent and name not in taken}
         try:
             without = space.feasible(space.resolve({**taken, **kept}))[0]
-        except (Infeasible, UserError):
+        except Infeasible:  # without it there is no such genome: it does something
             continue
         if _probe(workflow, without, sizes, data) == _probe(workflow, genome, sizes, data):
             found.append(operator.id)
