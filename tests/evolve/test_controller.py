@@ -413,6 +413,8 @@ def test_a_baseline_that_fails_ends_the_run_although_generation_1_began_beside_i
     assert record.status == "nothing completed"
     assert record.test is None
     assert max(trial.candidate.generation for trial in record.trials) == 1
+    assert record.trials[0].state == "failed"
+    assert {trial.state for trial in record.trials} <= {"failed", "completed", "partial", "planned", "duplicate"}
     again = resume(tmp_path / "r")
     assert (again.status, again.test) == ("nothing completed", None)
 

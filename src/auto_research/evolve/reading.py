@@ -100,8 +100,13 @@ def confirmation_trials(
 
 
 def _unfinished(state: State) -> dict[str, CellResult]:
-    """Cells without a result as far as they are: running or queued, with the attempts that have ended."""
-    found = {}
+    """Cells without a result as far as they are: running or queued, with the attempts that have ended.
+
+    None of a finished run: what it left in the queue was never started.
+    """
+    found: dict[str, CellResult] = {}
+    if state.last("finished") is not None:
+        return found
     for event in state.events:
         if event["event"] != "queued":
             continue
@@ -122,6 +127,9 @@ def _record(state: State) -> RunRecord:
     config, workflow = state.config, find_workflow(state.config.workflow)
     cells = {**_unfinished(state), **state.cells}
     trials = search_trials(config, workflow, state.plans, cells, state.screened_out)
+    if state.last("finished") is not None:
+        for trial in trials:
+            trial.state = "partial" if trial.state == "running" else trial.state
     by_id = {trial.candidate.id: trial for trial in trials}
     noise = noise_floor(by_id["baseline"], workflow.metric) if "baseline" in by_id else None
     confirmation = confirmation_trials(config, workflow, _candidates(state, "confirm"), cells)
