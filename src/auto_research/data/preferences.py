@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from auto_research.data.rows import MalformedRow, read_lines, read_text, require
+from auto_research.data.rows import MalformedRow, read_json_list, read_lines, require
 from auto_research.runtime.errors import UserError
 
 OFFICIAL_SPLITS = {"train": "train_prefs", "test": "test_prefs"}
@@ -134,17 +134,7 @@ def _rows(path: Path) -> list[Any]:
             except (ValueError, RecursionError) as error:
                 raise MalformedRow(path, line, f"{text[:60]!r} is not a JSON object") from error
         return rows
-    return _json_list(path)
-
-
-def _json_list(path: Path) -> list[Any]:
-    try:
-        rows = json.loads(read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise MalformedRow(path, getattr(error, "lineno", 1), "the file is not JSON") from error
-    if not isinstance(rows, list) or not rows:
-        raise MalformedRow(path, 1, "the file is not a JSON list of rows")
-    return rows
+    return read_json_list(path)
 
 
 def _parquet_rows(path: Path) -> list[dict[str, Any]]:
@@ -216,7 +206,7 @@ def read_dpo_demo(folder: Path | str) -> list[Pair]:
     Raises UserError for a missing or empty file, MalformedRow (file, row) for a row outside the format.
     """
     path = require(Path(folder), DEMO_FILE)
-    return [_demo_pair(path, number, row) for number, row in enumerate(_json_list(path), start=1)]
+    return [_demo_pair(path, number, row) for number, row in enumerate(read_json_list(path), start=1)]
 
 
 def _demo_pair(path: Path, number: int, row: Any) -> Pair:

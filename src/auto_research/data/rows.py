@@ -8,6 +8,7 @@ was expected of it. A file may lie beside its published name compressed, as `nam
 from __future__ import annotations
 
 import gzip
+import json
 import re
 import zlib
 from collections.abc import Iterator, Sequence
@@ -156,6 +157,17 @@ def read_lines(path: Path, encoding: str = "utf-8") -> list[str]:
     while lines and not lines[-1]:
         lines.pop()
     return lines
+
+
+def read_json_list(path: Path) -> list[Any]:
+    """The rows of a file that is one JSON list. UserError as `read_text`, MalformedRow for anything else or no rows."""
+    try:
+        rows = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise MalformedRow(path, getattr(error, "lineno", 1), "the file is not JSON") from error
+    if not isinstance(rows, list) or not rows:
+        raise MalformedRow(path, 1, "the file is not a JSON list of rows")
+    return rows
 
 
 def iter_lines(path: Path) -> Iterator[tuple[int, str]]:

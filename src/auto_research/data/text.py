@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from auto_research.data.rows import MalformedRow, find, read_text, require
+from auto_research.data.rows import MalformedRow, find, read_json_list, read_text, require
 
 WIKITEXT_SPLITS = ("train", "valid", "test")
 
@@ -52,12 +51,7 @@ def read_alpaca(folder: Path | str) -> list[Instruction]:
     one of the three texts or with an empty instruction or output; its number is then that of the row.
     """
     path = require(Path(folder), "alpaca_en_demo.json")
-    try:
-        rows = json.loads(read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise MalformedRow(path, getattr(error, "lineno", 1), "the file is not JSON") from error
-    if not isinstance(rows, list) or not rows:
-        raise MalformedRow(path, 1, "the file is not a JSON list of rows")
+    rows = read_json_list(path)
     found = []
     for number, row in enumerate(rows, start=1):
         texts = [row.get(name) if isinstance(row, dict) else None for name in ("instruction", "input", "output")]

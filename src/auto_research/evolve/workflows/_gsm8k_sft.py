@@ -8,8 +8,7 @@ from __future__ import annotations
 import gc
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from auto_research.data.reasoning import Problem
-from auto_research.evolve import cells
 from auto_research.evolve.space import Genome
 from auto_research.evolve.workflow import NonFinite, Progress, Scores, Sizes, digest
 from auto_research.evolve.workflows import _trl
@@ -252,7 +250,7 @@ def train(
             stacklevel=2,
         )
     training = Training(checkpoint, rows, plan, seed, sizes, device)
-    with _folder() as folder:
+    with _trl.checkpoint_folder() as folder:
         if interrupt and plan.stop and _trl.newest_checkpoint(folder) is None:
             training.session(folder, progress, stop_at=plan.stop)
             _free()
@@ -297,18 +295,6 @@ def _verify(training: Training, model: Any, trained: Trained, progress: Progress
 def _tensors(model: Any) -> dict[str, Tensor]:
     """The parameters, a tied one once."""
     return dict(model.named_parameters())
-
-
-@contextmanager
-def _folder() -> Iterator[Path]:
-    """Where checkpoints go: beside the attempts of a cell, so that the next attempt finds them; else for now only."""
-    kept = cells.checkpoints()
-    if kept is not None:
-        kept.mkdir(parents=True, exist_ok=True)
-        yield kept
-    else:
-        with tempfile.TemporaryDirectory() as made:
-            yield Path(made)
 
 
 def _free() -> None:

@@ -14,11 +14,10 @@ import itertools
 import json
 import math
 import shutil
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -371,7 +370,7 @@ def train(
         COMPUTE,
         {**identity, "genome": dict(genome), "updates": sizes["steps"], "pairs an update": update_pairs(sizes)},
     )
-    with _folder() as folder, _trl.libraries_quiet(), fast_bf16(device):
+    with _trl.checkpoint_folder() as folder, _trl.libraries_quiet(), fast_bf16(device):
         shared = _trl.arguments(
             folder,
             device=device,
@@ -488,18 +487,6 @@ def _plain(model: Any) -> Any:
     for module in model.modules():
         module.__dict__.pop("forward", None)
     return model.eval().requires_grad_(False)
-
-
-@contextmanager
-def _folder() -> Iterator[Path]:
-    """Where checkpoints go: beside the attempts of a cell, so that the next attempt finds them; else for now only."""
-    kept = cells.checkpoints()
-    if kept is not None:
-        kept.mkdir(parents=True, exist_ok=True)
-        yield kept
-    else:
-        with tempfile.TemporaryDirectory() as made:
-            yield Path(made)
 
 
 def save(artefact: Artefact, folder: Path) -> None:

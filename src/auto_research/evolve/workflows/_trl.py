@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from auto_research.evolve import cells
 from auto_research.evolve.workflow import NonFinite, Progress, digest
 from auto_research.runtime.bf16 import fast_bf16
 from auto_research.runtime.errors import UserError
@@ -238,6 +240,18 @@ def fit(
         trainer.train(resume_from_checkpoint=str(folder) if folder else None)
     assert watch.moved is not None
     return Trained(watch.losses, watch.history, watch.resumed_from, watch.moved)
+
+
+@contextmanager
+def checkpoint_folder() -> Iterator[Path]:
+    """Where checkpoints go: beside the attempts of a cell, so that the next attempt finds them; else for now only."""
+    kept = cells.checkpoints()
+    if kept is not None:
+        kept.mkdir(parents=True, exist_ok=True)
+        yield kept
+    else:
+        with tempfile.TemporaryDirectory() as made:
+            yield Path(made)
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
