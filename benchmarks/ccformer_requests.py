@@ -12,16 +12,13 @@ pass over one batch of requests with eight candidates.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from genrank_requests import CANDIDATES, FIXED, HISTORIES, plot
+from request_sweep import options, sweep, timed
 from torch import Tensor
 
-from auto_research.layers.towers import forward_flops
 from auto_research.papers.ranking.ccformer import (
     HSTU,
     METHOD,
@@ -31,13 +28,10 @@ from auto_research.papers.ranking.ccformer import (
     baseline,
     measure_training,
 )
-from auto_research.runtime.device import device_for, seed_everything
-from auto_research.runtime.records import write_json_atomic
-from auto_research.runtime.versions import environment
+from auto_research.runtime.device import seed_everything
 from auto_research.tasks.base import Batch
 from auto_research.tasks.personal_requests import PersonalRequests, miniature
 from auto_research.tasks.request_ranking import candidates_apart
-from auto_research.tasks.timing import median_seconds
 
 
 def full_request(task: PersonalRequests, device: torch.device) -> Batch:
@@ -64,17 +58,8 @@ def measure(config: CCFormerConfig, history: int, candidates: int, rounds: int, 
     }
     with torch.no_grad():
         found = [ways[name]() for name in list(ways)[:3]]
-        gap = max(float((other - found[0]).abs().max()) for other in found[1:])
-        if gap > 1e-5:
-            raise AssertionError(f"the ways differ by {gap}")
-        seconds = median_seconds(ways, device, rounds=rounds)
-    return {
-        "history": history,
-        "candidates": candidates,
-        "largest difference": gap,
-        "milliseconds": {name: round(1000 * value, 4) for name, value in seconds.items()},
-        "mflops": {name: round(forward_flops(run) / 1e6, 4) for name, run in ways.items()},
-    }
+    gap = max(float((other - found[0]).abs().max()) for other in found[1:])
+    return timed(ways, history, candidates, gap, rounds=rounds, device=device)
 
 
 def training(
@@ -94,33 +79,23 @@ def training(
 
 def main() -> None:
     """Measures, writes one JSON file and draws one plot."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--width", type=int, default=32)
+    parser = options(__doc__, width=32)
     parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--train-histories", type=int, nargs="*", default=[48, 96, 192, 384])
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks"))
-    parser.add_argument("--plot", type=Path, default=Path("docs/images"))
     args = parser.parse_args()
-    device = device_for(args.device)
     config = CCFormerConfig(width=args.width, layers=args.layers)
-    record = {
-        "paper": "ccformer",
-        "width": args.width,
-        "layers": args.layers,
-        "device": str(device),
-        "threads": torch.get_num_threads(),
-        "rounds": args.rounds,
-        "batch": args.batch,
-        "environment": environment(),
-        "by candidates": [measure(config, FIXED, m, args.rounds, device) for m in CANDIDATES],
-        "by history": [measure(config, n, FIXED, args.rounds, device) for n in HISTORIES],
-        "training": [training(config, n, args.batch, args.rounds, device) for n in args.train_histories],
-    }
-    write_json_atomic(args.output / "ccformer_requests.json", record)
-    plot(record, args.plot / "ccformer-requests.svg")
+
+    def speed(device: torch.device) -> dict[str, Any]:
+        rows = [training(config, n, args.batch, args.rounds, device) for n in args.train_histories]
+        return {"layers": args.layers, "batch": args.batch, "training": rows}
+
+    sweep(
+        "ccformer",
+        args,
+        lambda history, count, device: measure(config, history, count, args.rounds, device),
+        facts=speed,
+    )
 
 
 if __name__ == "__main__":

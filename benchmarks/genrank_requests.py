@@ -9,28 +9,17 @@ products. Interleaved HSTU, in one pass, stands beside them; it scores different
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from request_sweep import options, sweep, timed
 from torch import Tensor
 
-from auto_research.layers.towers import forward_flops
 from auto_research.papers.ranking.genrank import GenRank, GenRankConfig
-from auto_research.runtime.device import device_for, seed_everything
-from auto_research.runtime.records import write_json_atomic
-from auto_research.runtime.versions import environment
+from auto_research.runtime.device import seed_everything
 from auto_research.tasks.base import Batch
 from auto_research.tasks.event_log import miniature
-
-CANDIDATES = (1, 4, 16, 64, 128)
-HISTORIES = (16, 32, 64, 128, 256)
-FIXED = 64
-"""The history of the first panel and the candidates of the second."""
 
 
 def request(history: int, candidates: int, device: torch.device) -> Batch:
@@ -71,68 +60,16 @@ def measure(width: int, history: int, candidates: int, rounds: int, device: torc
         "cached history": lambda: model.candidate_scores(side, batch),
         "interleaved hstu, one pass": lambda: hstu.scores(batch),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
     with torch.no_grad():
         found = [ways[name]() for name in list(ways)[:3]]
-        gap = max(float((other - found[0]).abs().max()) for other in found[1:])
-        if gap > 1e-5:
-            raise AssertionError(f"the ways differ by {gap}")
-        for turn in range(rounds + 1):
-            for name, run in ways.items():
-                started = time.perf_counter()
-                run().sum().item()  # waits for the device
-                if turn:
-                    seconds[name].append(time.perf_counter() - started)
-    return {
-        "history": history,
-        "candidates": candidates,
-        "largest difference": gap,
-        "milliseconds": {name: round(1000 * statistics.median(values), 4) for name, values in seconds.items()},
-        "mflops": {name: round(forward_flops(run) / 1e6, 4) for name, run in ways.items()},
-    }
-
-
-def plot(record: dict[str, Any], path: Path) -> None:
-    """Time and work, against candidates and against the history."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(2, 2, figsize=(9, 6), constrained_layout=True)
-    for column, (swept, other) in enumerate((("candidates", "history"), ("history", "candidates"))):
-        rows = record[f"by {swept}"]
-        for row, (quantity, title) in enumerate((("milliseconds", "milliseconds"), ("mflops", "MFLOPs"))):
-            axis = axes[row][column]
-            for name in rows[0][quantity]:
-                axis.plot([r[swept] for r in rows], [r[quantity][name] for r in rows], marker=".", label=name)
-            axis.set(xscale="log", yscale="log", xlabel=swept, title=f"{title} a request, {other} {FIXED}")
-    axes[0][0].legend(fontsize=7)
-    figure.savefig(path, metadata={"Date": None})
+    gap = max(float((other - found[0]).abs().max()) for other in found[1:])
+    return timed(ways, history, candidates, gap, rounds=rounds, device=device)
 
 
 def main() -> None:
     """Measures, writes one JSON file and draws one plot."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--width", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks"))
-    parser.add_argument("--plot", type=Path, default=Path("docs/images"))
-    args = parser.parse_args()
-    device = device_for(args.device)
-    record = {
-        "paper": "genrank",
-        "width": args.width,
-        "device": str(device),
-        "threads": torch.get_num_threads(),
-        "rounds": args.rounds,
-        "environment": environment(),
-        "by candidates": [measure(args.width, FIXED, m, args.rounds, device) for m in CANDIDATES],
-        "by history": [measure(args.width, n, FIXED, args.rounds, device) for n in HISTORIES],
-    }
-    write_json_atomic(args.output / "genrank_requests.json", record)
-    plot(record, args.plot / "genrank-requests.svg")
+    args = options(__doc__, width=32).parse_args()
+    sweep("genrank", args, lambda history, count, device: measure(args.width, history, count, args.rounds, device))
 
 
 if __name__ == "__main__":

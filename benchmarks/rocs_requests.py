@@ -11,26 +11,19 @@ medians after a warm-up. FLOPs are those of matrix products.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from genrank_requests import FIXED, plot
+from request_sweep import FIXED, options, sweep, timed
 from torch import Tensor
 
-from auto_research.layers.towers import forward_flops
 from auto_research.papers.ranking.rocs import BASE, SCALED, VANILLA, Rocs, RocsConfig, fitted, prices
-from auto_research.runtime.device import device_for, seed_everything
-from auto_research.runtime.records import write_json_atomic
-from auto_research.runtime.versions import environment
+from auto_research.runtime.device import seed_everything
 from auto_research.tasks.request_clicks import RequestClicks, miniature_requests
-from auto_research.tasks.timing import median_seconds
 
 CANDIDATES = (1, 10, 100, 1000)
-HISTORIES = (16, 32, 64, 128, 256)
 
 
 def task_of(history: int) -> RequestClicks:
@@ -67,43 +60,20 @@ def measure(
     few = {name: value[:8] for name, value in plain.items()}
     with torch.inference_mode():
         gap = max(float((once(m)()[:8] - m.scores(few)).abs().max()) for m in models.values())
-        if gap > 1e-5:
-            raise AssertionError(f"the ways differ by {gap}")
-        seconds = median_seconds(ways, device, rounds=rounds)
-    return {
-        "history": history,
-        "candidates": candidates,
-        "largest difference": gap,
-        "milliseconds": {name: round(1000 * value, 4) for name, value in seconds.items()},
-        "mflops": {name: round(forward_flops(way) / 1e6, 4) for name, way in ways.items()},
-    }
+    return timed(ways, history, candidates, gap, rounds=rounds, device=device)
 
 
 def main() -> None:
     """Measures, writes one JSON file and draws one plot."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--width", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks"))
-    parser.add_argument("--plot", type=Path, default=Path("docs/images"))
-    args = parser.parse_args()
-    device = device_for(args.device)
+    args = options(__doc__, width=16).parse_args()
     found = fitted(prices(task_of(FIXED)), RocsConfig(width=args.width, history=FIXED))
     arms = {name: found[name][1] for name in (VANILLA, BASE, SCALED)}
-    record = {
-        "paper": "rocs",
-        "width": args.width,
-        "device": str(device),
-        "threads": torch.get_num_threads(),
-        "rounds": args.rounds,
-        "ratios": {name: config.ratio for name, config in arms.items()},
-        "environment": environment(),
-        "by candidates": [measure(arms, FIXED, count, args.rounds, device) for count in CANDIDATES],
-        "by history": [measure(arms, length, FIXED, args.rounds, device) for length in HISTORIES],
-    }
-    write_json_atomic(args.output / "rocs_requests.json", record)
-    plot(record, args.plot / "rocs-requests.svg")
+
+    def size(history: int, candidates: int, device: torch.device) -> dict[str, Any]:
+        return measure(arms, history, candidates, args.rounds, device)
+
+    ratios = {name: config.ratio for name, config in arms.items()}
+    sweep("rocs", args, size, candidates=CANDIDATES, facts=lambda device: {"ratios": ratios})
 
 
 if __name__ == "__main__":

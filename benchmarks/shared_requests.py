@@ -11,17 +11,13 @@ are those of matrix products.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
-from genrank_requests import CANDIDATES, FIXED, HISTORIES, plot
+from request_sweep import agree, options, sweep
 
 from auto_research.papers._registry import adapter
-from auto_research.runtime.device import device_for, seed_everything
-from auto_research.runtime.records import write_json_atomic
-from auto_research.runtime.versions import environment
+from auto_research.runtime.device import seed_everything
 from auto_research.tasks.click import miniature
 from auto_research.tasks.request_cost import RequestCost, measure_requests
 
@@ -34,8 +30,6 @@ def measure(key: str, history: int, candidates: int, rounds: int, device: torch.
     for name, model in adapter(key).load_module().request_models(task).items():
         costs[name] = measure_requests(task, model.to(device).eval(), device, candidates=candidates, rounds=rounds)
     gap = max(cost.gap for cost in costs.values())
-    if gap > 1e-5:
-        raise AssertionError(f"the ways differ by {gap}")
     ways = {"read for each candidate": "plain", "read once": "packed"}
 
     def of(quantity: str, scale: float) -> dict[str, float]:
@@ -48,7 +42,7 @@ def measure(key: str, history: int, candidates: int, rounds: int, device: torch.
     return {
         "history": history,
         "candidates": candidates,
-        "largest difference": gap,
+        "largest difference": agree(gap),
         "milliseconds": of("seconds", 1e3),
         "mflops": of("flops", 1e-6),
     }
@@ -56,25 +50,10 @@ def measure(key: str, history: int, candidates: int, rounds: int, device: torch.
 
 def main() -> None:
     """Measures, writes one JSON file and draws one plot."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("key")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks"))
-    parser.add_argument("--plot", type=Path, default=Path("docs/images"))
     args = parser.parse_args()
-    device = device_for(args.device)
-    record = {
-        "paper": args.key,
-        "device": str(device),
-        "threads": torch.get_num_threads(),
-        "rounds": args.rounds,
-        "environment": environment(),
-        "by candidates": [measure(args.key, FIXED, count, args.rounds, device) for count in CANDIDATES],
-        "by history": [measure(args.key, length, FIXED, args.rounds, device) for length in HISTORIES],
-    }
-    write_json_atomic(args.output / f"{args.key}_requests.json", record)
-    plot(record, args.plot / f"{args.key}-requests.svg")
+    sweep(args.key, args, lambda history, count, device: measure(args.key, history, count, args.rounds, device))
 
 
 if __name__ == "__main__":

@@ -10,22 +10,16 @@ products; the control's biases for all pairs of events are look-ups and count in
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from genrank_requests import CANDIDATES, FIXED, plot
+from request_sweep import options, sweep, timed
 from torch import Tensor, nn
 
-from auto_research.layers.towers import forward_flops
 from auto_research.papers.ranking.slimper import HSTU, SlimPer, SlimPerConfig, control
-from auto_research.runtime.device import device_for, seed_everything
-from auto_research.runtime.records import write_json_atomic
-from auto_research.runtime.versions import environment
+from auto_research.runtime.device import seed_everything
 from auto_research.tasks.click import miniature
-from auto_research.tasks.timing import median_seconds
 
 HISTORIES = (64, 128, 256, 512, 1024)
 """Longer than GenRank's: this is where what is carried for every event tells."""
@@ -55,41 +49,18 @@ def measure(width: int, history: int, candidates: int, rounds: int, device: torc
         found = [way() for way in ways.values()]
         few = {name: value[:4] for name, value in plain.items()}
         gaps = [found[0] - found[1], hstu.scores(few) - found[2][:4]]
-        gap = max(float(difference.abs().max()) for difference in gaps)
-        if gap > 1e-5:
-            raise AssertionError(f"the ways differ by {gap}")
-        seconds = median_seconds(ways, device, rounds=rounds)
-    return {
-        "history": history,
-        "candidates": candidates,
-        "largest difference": gap,
-        "milliseconds": {name: round(1000 * value, 4) for name, value in seconds.items()},
-        "mflops": {name: round(forward_flops(way) / 1e6, 4) for name, way in ways.items()},
-    }
+    gap = max(float(difference.abs().max()) for difference in gaps)
+    return timed(ways, history, candidates, gap, rounds=rounds, device=device)
 
 
 def main() -> None:
     """Measures, writes one JSON file and draws one plot."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--width", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks"))
-    parser.add_argument("--plot", type=Path, default=Path("docs/images"))
-    args = parser.parse_args()
-    device = device_for(args.device)
-    record = {
-        "paper": "slimper",
-        "width": args.width,
-        "device": str(device),
-        "threads": torch.get_num_threads(),
-        "rounds": args.rounds,
-        "environment": environment(),
-        "by candidates": [measure(args.width, FIXED, count, args.rounds, device) for count in CANDIDATES],
-        "by history": [measure(args.width, length, FIXED, args.rounds, device) for length in HISTORIES],
-    }
-    write_json_atomic(args.output / "slimper_requests.json", record)
-    plot(record, args.plot / "slimper-requests.svg")
+    args = options(__doc__, width=16).parse_args()
+
+    def size(history: int, candidates: int, device: torch.device) -> dict[str, Any]:
+        return measure(args.width, history, candidates, args.rounds, device)
+
+    sweep("slimper", args, size, histories=HISTORIES)
 
 
 if __name__ == "__main__":
