@@ -30,6 +30,14 @@ from auto_research.evolve.workflow import (
     disjoint,
 )
 from auto_research.evolve.workflows._checkpoints import LANGUAGE_MODELS, MICRO, Checkpoint, choose
+from auto_research.evolve.workflows._pair_losses import (
+    ORPO_LAMBDA,
+    SIMPO_BETA,
+    SIMPO_GAMMA_RATIO,
+    dpo_beta,
+    ipo_tau,
+    pair_operator,
+)
 from auto_research.runtime.budget import Budget
 
 if TYPE_CHECKING:
@@ -97,18 +105,7 @@ class UltraFeedback(Workflow):
                 changes="loss",
                 source="by their papers, as TRL trains them; sft on the chosen answers is the control",
             ),
-            Axis(
-                "dpo.beta",
-                "log-float",
-                low=0.01,
-                high=1.0,
-                default=0.1,
-                condition={"post.loss": ("dpo",)},
-                stage="post",
-                changes="loss",
-                source="arXiv:2305.18290",
-                group="post-training",
-            ),
+            dpo_beta(0.01),
             Axis(
                 "dpo.normalise",
                 values=(False, True),
@@ -118,54 +115,10 @@ class UltraFeedback(Workflow):
                 source="means over tokens in place of sums; IPO, ORPO and SimPO have means in TRL",
                 group="post-training",
             ),
-            Axis(
-                "ipo.tau",
-                "log-float",
-                low=0.01,
-                high=1.0,
-                default=0.1,
-                condition={"post.loss": ("ipo",)},
-                stage="post",
-                changes="loss",
-                source="arXiv:2310.12036: target margin 1 / (2 tau)",
-                group="post-training",
-            ),
-            Axis(
-                "orpo.lambda",
-                "log-float",
-                low=0.02,
-                high=1.0,
-                default=0.1,
-                condition={"post.loss": ("orpo",)},
-                stage="post",
-                changes="loss",
-                source="arXiv:2403.07691",
-                group="post-training",
-            ),
-            Axis(
-                "simpo.beta",
-                "float",
-                low=1.0,
-                high=10.0,
-                default=2.0,
-                condition={"post.loss": ("simpo",)},
-                stage="post",
-                changes="loss",
-                source="arXiv:2405.14734: 2.0 to 2.5, up to 10",
-                group="post-training",
-            ),
-            Axis(
-                "simpo.gamma_ratio",
-                "float",
-                low=0.0,
-                high=1.0,
-                default=0.5,
-                condition={"post.loss": ("simpo",)},
-                stage="post",
-                changes="loss",
-                source="arXiv:2405.14734: gamma / beta of 0.25 to 0.5",
-                group="post-training",
-            ),
+            ipo_tau(0.01),
+            ORPO_LAMBDA,
+            SIMPO_BETA,
+            SIMPO_GAMMA_RATIO,
             Axis(
                 "reference.mode",
                 values=("frozen", "precomputed"),
@@ -198,42 +151,10 @@ class UltraFeedback(Workflow):
         )
     )
     operators: ClassVar[tuple[Operator, ...]] = (
-        Operator(
-            "dpo",
-            "Direct preference optimisation",
-            {"post.loss": ("dpo",)},
-            "arXiv:2305.18290",
-            "core_mechanism",
-            keywords=("dpo", "direct", "preference", "pairs", "偏好"),
-            code=("trl.trainer.dpo_trainer.DPOTrainer._compute_loss",),
-        ),
-        Operator(
-            "orpo",
-            "Odds ratio preference optimisation",
-            {"post.loss": ("orpo",)},
-            "arXiv:2403.07691",
-            "core_mechanism",
-            keywords=("orpo", "odds", "reference-free", "preference", "pairs", "偏好"),
-            code=("trl.experimental.orpo.orpo_trainer.ORPOTrainer.get_batch_loss_metrics",),
-        ),
-        Operator(
-            "ipo",
-            "Identity preference optimisation",
-            {"post.loss": ("ipo",)},
-            "arXiv:2310.12036",
-            "core_mechanism",
-            keywords=("ipo", "identity", "preference", "pairs", "偏好"),
-            code=("trl.trainer.dpo_trainer.DPOTrainer._compute_loss",),
-        ),
-        Operator(
-            "simpo",
-            "Simple preference optimisation",
-            {"post.loss": ("simpo",)},
-            "arXiv:2405.14734",
-            "core_mechanism",
-            keywords=("simpo", "simple", "reference-free", "preference", "pairs", "偏好"),
-            code=("trl.experimental.cpo.cpo_trainer.CPOTrainer.cpo_loss",),
-        ),
+        pair_operator("dpo", "trl.trainer.dpo_trainer.DPOTrainer._compute_loss"),
+        pair_operator("orpo", "trl.experimental.orpo.orpo_trainer.ORPOTrainer.get_batch_loss_metrics"),
+        pair_operator("ipo", "trl.trainer.dpo_trainer.DPOTrainer._compute_loss"),
+        pair_operator("simpo", "trl.experimental.cpo.cpo_trainer.CPOTrainer.cpo_loss"),
     )
     evidence: ClassVar[tuple[Evidence, ...]] = (
         Evidence(
